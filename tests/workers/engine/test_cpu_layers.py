@@ -26,25 +26,29 @@ def test_the_files_kernels_change_with_what_they_call():
     assert digest == cpu_layers.CALLED, f"write {digest} there, so that no machine goes on with old code"
 
 
-def gradients(name, is_critic, kind):
-    """Of the three losses that `kind` computes alike: every parameter's gradient as one vector."""
+def gradients(name, is_critic, kind, checkpoints=False):
+    """(every parameter's gradient, elements kept for the backward pass) of a loss as `kind` computes it."""
     torch.manual_seed(0)
     module = build(CONFIGS[name], is_critic)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3 + (parameter.dim() == 1 and name != "gemma3"))
+    if checkpoints:
+        module.model.gradient_checkpointing_enable()
     if kind == "ours":
         assert use_cpu_layers(module)
-    with torch.autocast("cpu", torch.bfloat16, enabled=kind != "float32"):
-        loss = loss_of(module, micro_batch())
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=kind != "float32"):
+        loss = loss_of(module.train(), micro_batch())
     loss.backward()
-    return {key: p.grad for key, p in module.named_parameters()}
+    return {key: p.grad for key, p in module.named_parameters()}, sum(kept)
 
 
 @pytest.mark.parametrize("is_critic", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_gradient_is_as_near_to_float32s_as_hugging_faces_own_in_bfloat16(name, is_critic):
-    ours, theirs, truth = (gradients(name, is_critic, kind) for kind in ("ours", "theirs", "float32"))
+    ours, theirs, truth = (gradients(name, is_critic, kind)[0] for kind in ("ours", "theirs", "float32"))
     for key, expected in truth.items():
         off, allowed = ((got[key] - expected).norm() / expected.norm() for got in (ours, theirs))
         assert off < max(4 * allowed, 0.03), key
@@ -52,6 +56,14 @@ def test_every_gradient_is_as_near_to_float32s_as_hugging_faces_own_in_bfloat16(
         sum((got[key] - truth[key]).square().sum() for key in truth) for got in (ours, theirs)
     )
     assert total_off < 2 * allowed  # squares
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpointed_layer_keeps_its_input_alone_and_has_the_same_gradients(name):
+    wanted, all_kept = gradients(name, False, "ours")
+    found, kept = gradients(name, False, "ours", checkpoints=True)
+    assert kept < all_kept / 3
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 @pytest.mark.parametrize("most", [2**26, 50 * 130])  # one chunk, and two

@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from verl.utils.linear_logprob import MIN_CHUNK_ROWS
 from verl.utils.packed_attention import Packing, packed_attention_forward
-from verl.workers.engine.loading import PolicyModel, ValueModel, round_embedding_scale
+from verl.workers.engine.loading import PolicyModel, ValueModel, round_embedding_scale, set_forward
 from verl.workers.rollout.native.cpu_kernel import (
     ACTIVATION_CODES,
     SILU,
@@ -61,7 +61,7 @@ def use_cpu_layers(module: PolicyModel | ValueModel) -> bool:
     embedding.register_forward_hook(lambda module, arguments, output: output.float())
     round_embedding_scale(embedding)
     for layer in layers:
-        layer.forward = partial(_forward, layer, is_last=layer is layers[-1])
+        set_forward(layer, partial(_forward, layer, is_last=layer is layers[-1]))
     if isinstance(module, PolicyModel):
         module.log_prob = cpu_log_prob
     return True

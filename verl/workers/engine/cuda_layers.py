@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from verl.utils.device import compiled
 from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packed_attention import PACKED_ATTENTION, packed_attention_forward
-from verl.workers.engine.loading import PolicyModel, ValueModel
+from verl.workers.engine.loading import PolicyModel, ValueModel, set_forward
 
 logger = logging.getLogger(__name__)
 FEWEST_PARAMETERS = 100_000_000  # below, a step gains less than compiling takes
@@ -61,21 +60,8 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
 
 
 def _compile(layer: Any) -> None:
-    """Compiles what a layer does without gradient checkpointing, which goes around it: transformers' own is
-    around the layer or inside, by version. What is fused rounds where single operations round, and so the
-    rollouts. Nothing is random in a layer, so checkpoints keep no state of generators; the way with hooks at
-    each saved tensor, which costs the host milliseconds, is left to inputs without a gradient.
-    """
+    """What is fused rounds where single operations round, and so the rollouts."""
     fast = compiled(
         MethodType(inspect.unwrap(type(layer).forward), layer), options={"emulate_precision_casts": True}
     )
-    checkpoints, layer.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False), False
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if checkpoints and layer.training and torch.is_grad_enabled():
-            reenters = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-            function = partial(fast, **kwargs)
-            return checkpoint(function, *args, use_reentrant=reenters, preserve_rng_state=False)
-        return fast(*args, **kwargs)
-
-    layer.forward = forward
+    set_forward(layer, fast)

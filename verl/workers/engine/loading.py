@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -384,6 +386,24 @@ def _load(
         if model_config.get("lora_adapter_path") is not None:
             load_adapter(adapters, model_config["lora_adapter_path"])
     return model.train(), adapters, unread
+
+
+def set_forward(layer: Any, function: Callable[..., torch.Tensor]) -> None:
+    """Lets a layer compute by `function`, with gradient checkpointing around it where that is on: that of
+    transformers is around the layer or inside its forward, by version. Nothing is random in a layer, so
+    checkpoints keep no state of generators; the way with hooks at each saved tensor, which costs the host
+    milliseconds, is left to inputs without a gradient.
+    """
+    checkpoints, layer.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False), False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if checkpoints and layer.training and torch.is_grad_enabled():
+            reenters = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+            again = partial(function, **kwargs)
+            return checkpoint(again, *args, use_reentrant=reenters, preserve_rng_state=False)
+        return function(*args, **kwargs)
+
+    layer.forward = forward
 
 
 def _whole(
