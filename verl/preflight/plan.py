@@ -38,8 +38,9 @@ PHASES = {  # their names in a report
     "update_actor": "actor's update",
 }
 # RSS of a worker without its tensors, as measured: interpreter, torch, transformers, numba, when models are
-# loaded; what the compiled kernels of numba and oneDNN add in the first step
-PROCESS_BYTES, KERNEL_BYTES = int(0.5 * GIB), int(0.07 * GIB)
+# loaded; what compiled kernels, and what torch imports for them, add in the first two steps
+PROCESS_BYTES, KERNEL_BYTES = int(0.5 * GIB), int(0.13 * GIB)
+BF16_KERNEL_BYTES = int(0.07 * GIB)  # of oneDNN, for products in bfloat16 on CPU
 CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # driver, kernels, cuBLAS workspaces
 NCCL_BYTES = int(0.7 * GIB)  # channels of one communicator and its sub-groups
 
@@ -206,7 +207,8 @@ class Plan:
         """What a process takes before it holds any model."""
         if not self.on_cuda:
             load.add("process (python, torch)", self.phases, PROCESS_BYTES)
-            load.add("compiled kernels", self.phases[1:], KERNEL_BYTES)
+            in_bf16 = any(use.precision.compute == torch.bfloat16 for use in self.engines)
+            load.add("compiled kernels", self.phases[1:], KERNEL_BYTES + in_bf16 * BF16_KERNEL_BYTES)
             return
         total = CUDA_CONTEXT_BYTES + int(build.FRAGMENTATION * load.capacity)
         total += NCCL_BYTES * (self.layout.num_processes > 1)
