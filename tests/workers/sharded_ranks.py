@@ -51,8 +51,11 @@ def updates(model_path, rank=0, world_size=1):
 
 
 def bf16_update(model_path, rank=0, world_size=1):
-    """(metrics, gradient) of one optimizer step that is computed in bfloat16, on this rank's rows."""
+    """(metrics, gradient) of one optimizer step that is computed in bfloat16, on this rank's rows; several
+    compute activations anew.
+    """
     steps = [BF16, f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_ROWS}"]
+    steps += [f"actor_rollout_ref.model.enable_gradient_checkpointing={str(world_size > 1).lower()}"]
     actor = make_actor(make_config(model_path, *steps), world_size)
     return gradients_of(
         actor.engine, lambda: actor.update_policy(my_rows(rank, world_size, mini_batch=NUM_ROWS))
