@@ -31,7 +31,7 @@ def import_named(path: str, what: str, known: Collection[str]) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:  # it is a user's module: anything may come
         raise ValueError(
-            f"{what}: {module_name} can't be imported from {os.getcwd()} ({describe(error)})"
+            f"{what}: {module_name} can't be imported from {os.getcwd()} or PYTHONPATH ({describe(error)})"
         ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), 1)
