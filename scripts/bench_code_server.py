@@ -186,7 +186,8 @@ def their_command(repository: Path, folder: str) -> list[str]:
         "--unshare-user --unshare-pid --unshare-ipc --die-with-parent --ro-bind / / --dev /dev --proc /proc"
     )
     inside = (
-        f"--tmpfs /tmp --ro-bind {folder} /tmp/theirs --dir /tmp/run --chdir /tmp/run {sys.executable} -m"
+        f"--tmpfs /tmp --ro-bind {sys.prefix} {sys.prefix} --ro-bind {folder} /tmp/theirs --dir /tmp/run "
+        f"--chdir /tmp/run {sys.executable} -m"
     )
     serve = "uvicorn open_instruct.code_utils.api:app --app-dir /tmp/theirs --log-level error --port {port}"
     return [str(bwrap_path()), *walls.split(), *inside.split(), *serve.split()]
