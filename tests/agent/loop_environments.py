@@ -55,6 +55,10 @@ class Counting(BaseTextEnv):
                 file.write("closed\n")
 
     def get_metrics(self):
+        if self.mood == "no figures":
+            return None
+        if self.mood == "bad figures":
+            raise ValueError("no figures")
         return {"turns_taken": self.turns, "limit": self.max_turns}
 
 

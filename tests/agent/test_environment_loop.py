@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import loop_environments
@@ -11,9 +12,11 @@ from scripted_engine import ScriptedEngine, byte_tokenizer, prompts
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.config.environments import EnvironmentConfig
-from verl.environments.executors import Environments
+from verl.environments.base import EpisodeFailed
+from verl.environments.executors import Environments, ProcessEnvironment
 from verl.environments.registry import load_class
 from verl.protocol import object_array
+from verl.verifiers.workers import KillableWorkers
 
 CONFIG = AgentConfig(3, 40, 600, 80, 60)
 CHAT = (
@@ -174,6 +177,27 @@ def test_a_failure_ends_its_own_episode_which_is_masked_and_closed(name, mood, r
     assert (good["finish_reason"], good["env_reward"]) == ("done", 1.0)
     if name != "Killable":  # whose episodes close in their own process
         assert sorted(loop_environments.closed) == (["good"] if mood == "unmade" else ["bad", "good"])
+
+
+@pytest.mark.parametrize("mood", ["no figures", "bad figures"])
+@pytest.mark.parametrize("name", ["Counting", "Threaded", "Killable"])
+def test_an_environment_without_figures_ends_as_any_other(name, mood):
+    output, _ = run([(name, {"mood": mood, "name": "a"})])
+    (record,) = records(output)
+    assert (record["finish_reason"], record["env_reward"], record["env_metrics"]) == ("done", 1.0, {})
+    assert loop_environments.closed == (["a"] if name != "Killable" else [])
+
+
+def test_a_process_whose_environment_has_no_figures_serves_the_next_episode():
+    workers = KillableWorkers("verl.environments.executors:act", 0.0, ["import", "loop_environments"])
+    pids = []
+    for mood in ("", "bad figures", "no figures", ""):
+        env = ProcessEnvironment(workers, loop_environments.Killable, extras={"mood": mood})
+        pids.append(env.step("a")["metadata"]["where"][0])
+        with contextlib.suppress(EpisodeFailed):
+            assert (env.get_metrics() == {}) == bool(mood)
+    workers.close()
+    assert len(set(pids)) == 1
 
 
 @pytest.mark.parametrize("name", ["Threaded", "Killable"])

@@ -50,12 +50,10 @@ def updates(model_path, rank=0, world_size=1):
     return results
 
 
-def bf16_update(model_path, rank=0, world_size=1):
-    """(metrics, gradient) of one optimizer step that is computed in bfloat16, on this rank's rows; several
-    compute activations anew.
-    """
+def bf16_update(model_path, rank=0, world_size=1, checkpoints=False):
+    """(metrics, gradient) of one optimizer step that is computed in bfloat16, on this rank's rows."""
     steps = [BF16, f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_ROWS}"]
-    steps += [f"actor_rollout_ref.model.enable_gradient_checkpointing={str(world_size > 1).lower()}"]
+    steps += ["actor_rollout_ref.model.enable_gradient_checkpointing=true"] * checkpoints
     actor = make_actor(make_config(model_path, *steps), world_size)
     return gradients_of(
         actor.engine, lambda: actor.update_policy(my_rows(rank, world_size, mini_batch=NUM_ROWS))
@@ -63,7 +61,8 @@ def bf16_update(model_path, rank=0, world_size=1):
 
 
 def bf16_run(rank, world_size, model_path, out):
-    torch.save(bf16_update(model_path, rank, world_size), out / f"rank{rank}.pt")
+    each = [bf16_update(model_path, rank, world_size, checkpoints) for checkpoints in (False, True)]
+    torch.save(each, out / f"rank{rank}.pt")
 
 
 def go_on(actor):

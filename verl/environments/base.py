@@ -1,4 +1,4 @@
-"""The interface of an environment, with SkyRL's names: one of theirs works after one changed import.
+"""The interface of an environment, with SkyRL's names: one of theirs works with this base class.
 
 docs/environments.md shows how it is used. The loop (`verl/agent/loop.py`) calls it; where, `executors.py`
 decides.

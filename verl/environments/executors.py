@@ -72,7 +72,7 @@ async def finish(env: Any, metrics: dict[str, Any]) -> dict[str, Any]:
     """Closes an environment; `metrics` gets what its `get_metrics` says."""
     try:
         if hasattr(env, "get_metrics"):
-            metrics.update(await settled(env.get_metrics()))
+            metrics.update(await settled(env.get_metrics()) or {})
     finally:
         if hasattr(env, "close"):
             await settled(env.close())
@@ -138,8 +138,10 @@ class ProcessEnvironment:
         """The last call, which closes the environment, too; its process is left to another episode."""
         metrics: dict[str, Any] = {}
         if not self.is_busy and self.process is not None and self.process.is_alive:
-            metrics = self.call("finish")
-            self.workers.give_back(self.process)
+            try:
+                metrics = self.call("finish")
+            finally:
+                self.workers.give_back(self.process)
         return metrics
 
 

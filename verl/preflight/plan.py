@@ -207,7 +207,9 @@ class Plan:
         """What a process takes before it holds any model."""
         if not self.on_cuda:
             load.add("process (python, torch)", self.phases, PROCESS_BYTES)
-            in_bf16 = any(use.precision.compute == torch.bfloat16 for use in self.engines)
+            dtypes = [use.precision.compute for use in self.engines]
+            dtypes.append(build.rollout_dtype(self.config.actor_rollout_ref.rollout, dtypes[0]))
+            in_bf16 = torch.bfloat16 in dtypes
             load.add("compiled kernels", self.phases[1:], KERNEL_BYTES + in_bf16 * BF16_KERNEL_BYTES)
             return
         total = CUDA_CONTEXT_BYTES + int(build.FRAGMENTATION * load.capacity)

@@ -84,16 +84,6 @@ def test_a_run_leaves_its_records(tmp_path, capsys):
     assert "validation at step 0" in said and "done after 3 steps" in said
 
 
-def test_a_task_without_exact_match_ends_with_its_own_scores(tmp_path, capsys):
-    state = RunState()
-    recorder = run(make_config(tmp_path), 2, state, None)
-    recorder.write(3, {"val/test_score/cheese": 0.5})
-    recorder.finish(run_summary(state, 5.0, seed=3) | {"em_before": 0.0, "em_after": 0.0})
-    recorder.close()
-    last = capsys.readouterr().out.partition("done after 2 steps")[2]
-    assert last.startswith("\n  val/test_score/cheese: 0.200 before, 0.500 after training\n")
-
-
 def test_the_summary_has_the_sampled_figures_first_and_all_that_is_promised(tmp_path):
     state = RunState()
     recorder = run(make_config(tmp_path), 2, state, None)

@@ -107,8 +107,8 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
         )
     elif (cut := now("response_length/clip_ratio")) > 0.5:
         seen["length"] = (
-            f"{cut:.0%} of the trajectories are cut: a last turn at data.max_response_length, or the whole "
-            "at data.max_prompt_length. Try a larger one; check whether the policy still ends its turns."
+            f"{cut:.0%} of the trajectories are cut: a last turn at data.max_response_length, or all of "
+            "it at data.max_prompt_length. Try a larger one; check whether the policy still ends its turns."
         )
     return seen
 

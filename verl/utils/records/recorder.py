@@ -167,8 +167,7 @@ class RunRecorder(Recorder):
         rows = self.metrics.read() if not any(values) else []
         scores = [{k: v for k, v in row.items() if k.startswith("val/test_score/")} for row in rows]
         scores = [row for row in scores if row]
-        what = "" if scores else f": exact match {before} before, {after} after training"
-        lines = [f"done after {summary['steps']} steps{what}"]
+        lines = [f"done after {summary['steps']} steps: exact match {before} before, {after} after training"]
         lines += [
             f"{name}: {value:.3f} before, {scores[-1].get(name, math.nan):.3f} after training"
             for name, value in (scores[0] if scores else {}).items()

@@ -389,10 +389,11 @@ def _load(
 
 
 def set_forward(layer: Any, function: Callable[..., torch.Tensor]) -> None:
-    """Lets a layer compute by `function`, with gradient checkpointing around it where that is on: that of
-    transformers is around the layer or inside its forward, by version. Nothing is random in a layer, so
-    checkpoints keep no state of generators; the way with hooks at each saved tensor, which costs the host
-    milliseconds, is left to inputs without a gradient.
+    """Lets a layer compute by `function`, with gradient checkpointing around it where that is on.
+
+    Transformers has its own around the layer or inside its forward, depending on its version; it is switched
+    off. Nothing is random in a layer, so checkpoints keep no state of generators. Hooks at each saved tensor
+    cost the host milliseconds, so only an input without a gradient takes that way.
     """
     checkpoints, layer.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False), False
 

@@ -159,6 +159,6 @@ def test_with_ray_servers_go_to_gpus_that_nobody_has_and_end_with_their_starter(
         assert {taken, *devices} == {"0", "1", "2"}
         assert all(f"--host {address}" in " ".join(found["argv"]) for found in words)
         monkeypatch.setattr(ray_servers, "_SECONDS_TO_RESERVE", 1.0)
-        with pytest.raises(ValueError, match="no room for 1 servers with 1 GPUs of one.*0 are free"):
+        with pytest.raises(ValueError, match="no room for 1 servers with 1 GPUs .*free in all: 0 GPUs"):
             ray_servers.RayServers(MODEL, 1, stub)
     wait_until_gone([pid for found in words for pid in found["pids"]])

@@ -56,10 +56,11 @@ class RayServers:
         try:
             # Reserved before any process starts: to start one and to import can take minutes.
             if not self._place.wait(_SECONDS_TO_RESERVE):
-                free = ray.available_resources().get("GPU", 0.0)
+                free = ray.available_resources()
                 raise ValueError(
-                    f"rollout.vllm.num_servers: no room for {num_servers} servers with {size} GPUs of one "
-                    f"node each within {_SECONDS_TO_RESERVE:g} s; {free:g} are free in all. Train on fewer "
+                    f"rollout.vllm.num_servers: no room for {num_servers} servers with {size} GPUs and a "
+                    f"quarter of a CPU each, on one node, within {_SECONDS_TO_RESERVE:g} s; free in all: "
+                    f"{free.get('GPU', 0.0):g} GPUs, {free.get('CPU', 0.0):g} CPUs. Train on fewer "
                     "(trainer.n_gpus_per_node, trainer.nnodes), or start fewer servers."
                 )
             kind = ray.remote(ServerActor).options(
