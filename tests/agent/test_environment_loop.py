@@ -191,12 +191,12 @@ def test_an_environment_without_figures_ends_as_any_other(name, mood):
 def test_a_process_whose_environment_has_no_figures_serves_the_next_episode():
     workers = KillableWorkers("verl.environments.executors:act", 0.0, ["import", "loop_environments"])
     pids = []
-    for mood in ("", "bad figures", "no figures", ""):
-        env = ProcessEnvironment(workers, loop_environments.Killable, extras={"mood": mood})
-        pids.append(env.step("a")["metadata"]["where"][0])
-        with contextlib.suppress(EpisodeFailed):
-            assert (env.get_metrics() == {}) == bool(mood)
-    workers.close()
+    with contextlib.closing(workers):
+        for mood in ("", "bad figures", "no figures", ""):
+            env = ProcessEnvironment(workers, loop_environments.Killable, extras={"mood": mood})
+            pids.append(env.step("a")["metadata"]["where"][0])
+            with contextlib.suppress(EpisodeFailed):
+                assert (env.get_metrics() == {}) == bool(mood)
     assert len(set(pids)) == 1
 
 

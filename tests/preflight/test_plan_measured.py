@@ -1,4 +1,4 @@
-"""The memory plan against a real process with a model of 100M parameters, loading included."""
+"""The memory plan against real processes with a model of 100M parameters, loading included."""
 
 import sys
 from pathlib import Path
@@ -13,10 +13,11 @@ from bench_memory import Work, measured, planned, write_model
 @pytest.mark.alone
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_plan_is_what_a_process_takes_in_each_phase(tmp_path):
-    folder = write_model("100m", tmp_path / "100m")
+@pytest.mark.parametrize(("num_processes", "estimator"), [(1, "gae"), (2, "grpo")])
+def test_the_plan_is_what_processes_take_in_each_phase(num_processes, estimator, tmp_path_factory):
+    folder = write_model("100m", tmp_path_factory.getbasetemp() / "100m")
     work = Work(rows=4, prompt=16, longest=128, in_a_pass=256)
-    settings = work.settings(folder, 1, ["algorithm.adv_estimator=gae"])
-    plan, taken = planned(settings), measured(work, settings, 1)
+    settings = work.settings(folder, num_processes, [f"algorithm.adv_estimator={estimator}"])
+    plan, taken = planned(settings), measured(work, settings, num_processes)
     assert list(plan) == [phase for phase in taken if phase]
     assert plan == {phase: pytest.approx(taken[phase][0], rel=0.05) for phase in plan}

@@ -60,7 +60,7 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
 
 
 def _compile(layer: Any) -> None:
-    """What is fused rounds where single operations round, and so the rollouts."""
+    """Compiles what a layer computes. What is fused rounds where single operations round, as in rollouts."""
     fast = compiled(
         MethodType(inspect.unwrap(type(layer).forward), layer), options={"emulate_precision_casts": True}
     )
