@@ -27,6 +27,21 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class HostCopy:
+    """A tensor's copy on the host. From CUDA the host waits for it with the first `get`: not before, and not
+    for what was asked of the GPU after it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)  # in pinned memory
+        self._ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def get(self) -> Tensor:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._copy
+
+
 M_MMAP_THRESHOLD = -3  # glibc's mallopt
 OWN_MAPPING_BYTES = 1 << 20  # an allocation from this size on has a mapping of its own
 

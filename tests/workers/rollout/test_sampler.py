@@ -188,3 +188,16 @@ def test_rows_are_the_same_when_threads_share_them() -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+def test_nothing_is_read_back_from_the_device() -> None:
+    """The host can go on while a GPU samples: tensors of the device `meta` have no values to read."""
+    rows = SamplingRows(
+        temperature=np.array([1.0, 0.0, 0.7, 1.3]),
+        top_k=np.array([0, 0, 5, 0]),
+        top_p=np.array([1.0, 1.0, 0.9, 1.0]),
+        min_p=np.array([0.0, 0.0, 0.0, 0.1]),
+        uniform=np.array([0.1, 0.2, 0.3, 0.4]),
+    )
+    for drawn in sampler.draw_in_pieces(torch.empty(4, 97, device="meta"), rows):
+        assert drawn.shape == (4,) and drawn.is_meta

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.utils.device import to_device
+
 MAX_LOGITS = 1 << 26  # elements of logits that are sampled at once; more rows are sampled in pieces
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -58,7 +60,7 @@ def truncates(rows: SamplingRows, vocab: int) -> np.ndarray:
 
 
 def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one token per row, on any device, of logits float32 [A, V].
+    """Sample one token per row, on any device, of logits float32 [A, V]. The host does not wait for it.
 
     Returns token ids int64 [A]; log-probs float32 [A] under the tempered, truncated and renormalised
     distribution that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under
@@ -67,16 +69,16 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]
     device, greedy, cut = logits_AV.device, rows.temperature == 0.0, truncates(rows, logits_AV.shape[1])
     scaled_AV = logits_AV
     if (rows.temperature[~greedy] != 1.0).any():
-        scale_A = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(device, logits_AV.dtype)
-        scaled_AV = logits_AV / scale_A[:, None]
+        scale_A = to_device(torch.from_numpy(np.where(greedy, 1.0, rows.temperature)), device)
+        scaled_AV = logits_AV / scale_A.to(logits_AV.dtype)[:, None]
     if cut.any():
-        index = torch.from_numpy(np.flatnonzero(cut)).to(device)
-        limits = (torch.from_numpy(x[cut]).to(device) for x in (rows.top_k, rows.top_p, rows.min_p))
+        index = to_device(torch.from_numpy(np.flatnonzero(cut)), device)
+        limits = (to_device(torch.from_numpy(x[cut]), device) for x in (rows.top_k, rows.top_p, rows.min_p))
         scaled_AV = scaled_AV.index_copy(0, index, truncate(scaled_AV[index], *limits))
     probs_AV = torch.softmax(scaled_AV, -1)
-    tokens_A = inverse_cdf(probs_AV, torch.from_numpy(rows.uniform).to(device))
+    tokens_A = inverse_cdf(probs_AV, to_device(torch.from_numpy(rows.uniform), device))
     if greedy.any():
-        tokens_A = torch.where(torch.from_numpy(greedy).to(device), logits_AV.argmax(-1), tokens_A)
+        tokens_A = torch.where(to_device(torch.from_numpy(greedy), device), logits_AV.argmax(-1), tokens_A)
     tokens_A1 = tokens_A[:, None]
     log_probs_A = model_log_probs_A = probs_AV.gather(1, tokens_A1)[:, 0].log()
     if scaled_AV is not logits_AV:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from one_turn_agent import OneTurnAgent, gen_batch
 from test_vllm_sessions import byte_tokenizer
 from tiny_training import make_config
-from vllm_models import generate, make_model, random_prompts, run
+from vllm_models import generate, make_model, random_prompts, run, scheduled_ahead
 
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout.base import SamplingParams
@@ -54,10 +54,10 @@ def sessions_with_turns(engine):
     return found
 
 
-def of_an_engine(folder, size):
+def of_an_engine(folder, size, asynchronous=False):
     engine = VllmEngine(
         str(folder), tensor_parallel_size=size, max_num_seqs=16, max_model_len=96,
-        kv_cache_memory_bytes=FEW_BLOCKS // size,
+        kv_cache_memory_bytes=FEW_BLOCKS // size, async_scheduling=asynchronous,
     )  # fmt: skip
     prompts, found = random_prompts(30), []
     for version in range(2):
@@ -105,7 +105,10 @@ def main():
     byte_tokenizer().save_pretrained(own)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
-    print(json.dumps([of_an_engine(own, size), of_a_worker(own, size)]))
+    step_by_step = of_an_engine(own, size)
+    with scheduled_ahead():
+        ahead = of_an_engine(own, size, asynchronous=True)
+    print(json.dumps([step_by_step, ahead, of_a_worker(own, size)]))
 
 
 if __name__ == "__main__":

@@ -91,16 +91,14 @@ def test_two_processes_that_share_a_model_sample_what_one_with_the_whole_model_d
             process.kill()
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     two, follower, one = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
-    (leads, found, preempted), (other_leads, nothing, _), (alone_leads, expected, _) = (
-        two[0],
-        follower[0],
-        one[0],
-    )
-    assert (leads, other_leads, alone_leads) == (True, False, True)
-    assert nothing == [] and len(found) == 2 * (2 * 30 + 3 * 16) and preempted > 0
-    for (tokens, log_probs), (expected_tokens, expected_log_probs) in zip(found, expected, strict=True):
-        assert tokens == expected_tokens
-        assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
+    for part in (0, 1):  # synchronous and asynchronous scheduling
+        (leads, found, preempted), (other_leads, nothing, _) = two[part], follower[part]
+        alone_leads, expected, _ = one[0]
+        assert (leads, other_leads, alone_leads) == (True, False, True)
+        assert nothing == [] and len(found) == 2 * (2 * 30 + 3 * 16) and preempted > 0
+        for (tokens, log_probs), (expected_tokens, expected_log_probs) in zip(found, expected, strict=True):
+            assert tokens == expected_tokens
+            assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
     # of workers: the place in the mesh, whether the agent's error came out, rows, tokens
-    assert follower[1] == [[0, False], False, [0, 0]]
-    assert two[1] == one[1] and two[1][:3] == [[0, True], True, [5, 3]]
+    assert follower[2] == [[0, False], False, [0, 0]]
+    assert two[2] == one[2] and two[2][:3] == [[0, True], True, [5, 3]]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.workers.rollout.vllm.start import prepare_environment
 
 VOCAB = 97
 _SIZES: dict[str, Any] = {
@@ -90,6 +93,28 @@ def make_model(
             else:
                 parameter.mul_(scale)
     return model.to(dtype)
+
+
+@contextmanager
+def scheduled_ahead() -> Iterator[None]:
+    """vLLM's CPU build switches asynchronous scheduling off. Here its code runs all the same, with streams
+    and events of CUDA that do nothing.
+    """
+    prepare_environment()
+    from vllm.platforms.cpu import CpuPlatform
+
+    configure = CpuPlatform.check_and_update_config
+
+    def leave_it_on(config: Any) -> None:
+        asked = config.scheduler_config.async_scheduling
+        configure(config)
+        config.scheduler_config.async_scheduling = asked
+
+    with (
+        patch.object(CpuPlatform, "check_and_update_config", staticmethod(leave_it_on)),
+        patch.multiple(torch.cuda, Event=DEFAULT, Stream=DEFAULT, stream=DEFAULT, current_stream=DEFAULT),
+    ):
+        yield
 
 
 def engines_in_use(engine_for: Callable[..., Any]) -> list[Any]:

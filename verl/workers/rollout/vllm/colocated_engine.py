@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.utils.device import HostCopy
 from verl.workers.rollout.base import Completion, RolloutEngine, RolloutSession, SamplingParams
 from verl.workers.rollout.vllm import SESSION_SEED, check_supported
 from verl.workers.rollout.vllm import start as vllm_process
@@ -90,6 +91,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
         _ask_for_slots_seldom(self._scheduler)
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._requests: dict[str, VllmSession] = {}
+        self._names: list[str] = []  # of the last step's requests
+        self._drawn = HostCopy(torch.empty(3, 0))  # float64: their tokens, and both log-probs
         self._prefilled_tokens = self._prefix_hit_tokens = self._preemptions = 0
 
     @property
@@ -129,10 +132,11 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._share_orders(steps=True)
         # what vLLM makes of these costs the host more time than all that is done with them here
         outputs = self._llm.engine_core.get_output().outputs
-        log_probs = dict(zip(self._sampler.names, self._sampler.log_probs.T.tolist(), strict=True))
+        self._take_step()
+        drawn = dict(zip(self._names, self._drawn.get().T.tolist(), strict=True))
         for output in outputs:
             session = self._requests[output.request_id]
-            (token_id,), (log_prob, model_log_prob) = output.new_token_ids, log_probs[output.request_id]
+            (token_id,), (_, log_prob, model_log_prob) = output.new_token_ids, drawn[output.request_id]
             if not (math.isfinite(log_prob) and math.isfinite(model_log_prob)):
                 raise RuntimeError(
                     f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
@@ -153,6 +157,16 @@ class VllmEngine(RolloutEngine[VllmSession]):
         for name in stopped:  # vLLM frees several at once in the order of a set, another one in each process
             self._order("abort_requests", [name])
         return ended
+
+    def _take_step(self) -> None:
+        """The step whose outputs vLLM has given. With asynchronous scheduling the next one is under way by
+        then, of which nothing is taken yet; the first call gives no outputs.
+        """
+        self._names, self._drawn = [], HostCopy(torch.empty(3, 0))
+        queue = self._llm.engine_core.engine_core.batch_queue or ()  # None: synchronous
+        under_way = sum(scheduled.total_num_scheduled_tokens > 0 for _, scheduled, _ in queue)
+        while len(self._sampler.steps) > under_way:
+            self._names, self._drawn = self._sampler.steps.popleft()
 
     # ---- several processes that share the model ----
 
@@ -180,7 +194,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
         """
         if self._sharing is not None:
             orders, self._orders = self._orders, []
-            message = [orders, steps, self._sampler.tokens.tolist()]
+            message = [orders, steps, self._drawn.get()[0].long().tolist()]
             dist.broadcast_object_list(message, self._sharing.ranks[0], self._sharing.cpu_group)
 
     def _follow(self) -> bool:
@@ -191,15 +205,16 @@ class VllmEngine(RolloutEngine[VllmSession]):
         message: list[Any] = [None, None, None]
         dist.broadcast_object_list(message, self._sharing.ranks[0], self._sharing.cpu_group)
         orders, steps, tokens = message
-        if tokens != (own := self._sampler.tokens.tolist()):
+        if tokens != (own := self._drawn.get()[0].long().tolist()):
             raise RuntimeError(
                 f"the processes that share a model have sampled different tokens: {tokens} and {own}, "
-                f"for {self._sampler.names}; expected the same of the same logits"
+                f"for {self._names}; expected the same of the same logits"
             )
         for method, argument in orders:
             getattr(self._llm.engine_core, method)(argument)
         if steps:
             self._llm.engine_core.get_output()
+            self._take_step()
         return bool(steps)
 
     # ---- weights and memory ----
@@ -223,6 +238,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._llm.reset_prefix_cache(reset_running_requests=True)
         freed = 0
         if not self._on_cpu:
+            torch.cuda.synchronize()  # a step may be under way, of requests that are gone
             before = torch.cuda.mem_get_info()[0]
             self._llm.sleep(level, mode="keep")
             freed = max(0, torch.cuda.mem_get_info()[0] - before)

@@ -250,6 +250,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             self._call(self._break_off())
             for client in self._pool.clients:
                 self._call(client.disconnect())
+            self._call(self._loop.shutdown_asyncgens())  # answers that were not read to their end
 
     # ---- turns ----
 

@@ -10,14 +10,18 @@ requests, nor on preemption. Of a request's parameters temperature, top-k, top-p
 others; one without a seed gets a hash of its name, the same in all workers.
 
 There are two log-probs: of the distribution that was sampled from, and of the model itself (temperature 1, no
-truncation). They are kept in `log_probs` for an engine in this process. A request with `logprobs=1`, which
-comes from elsewhere, gets them as vLLM's answer, the second one in the place of the runner-up, under a token
-id that no token has: the vocabulary's size.
+truncation). They are kept in `steps` for an engine in this process. Requests with `logprobs=1`, which come
+from elsewhere, get them as vLLM's answer, the second one in the place of the runner-up, under a token id that
+no token has: the vocabulary's size.
+
+No step waits for the GPU here, and tokens that are not known yet on the host are not needed: vLLM may
+schedule the next step meanwhile (asynchronous scheduling).
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from verl.utils.device import HostCopy
 from verl.workers.rollout.sampler import SamplingRows, draw_in_pieces, uniforms
 from verl.workers.rollout.vllm import SESSION_SEED
 
@@ -33,36 +38,36 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class SessionSampler(Sampler):
-    """Takes the place of `runner.sampler` in vLLM's V1 model runner; needs synchronous scheduling.
+    """Takes the place of `runner.sampler` in vLLM's V1 model runner.
 
-    names: of the last batch's requests, in order. tokens: int64 [A], theirs; log_probs: float32 [2, A], as
-    above.
+    steps: those whose results an engine in this process has not taken yet, the oldest first: the names of the
+    A requests, in order, and float64 [3, A], their tokens and both log-probs as above.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(logprobs_mode=runner.sampler.logprobs_mode)
         self._batch = runner.input_batch
         self._requests = runner.requests
-        self.names: list[str] = []
-        self.tokens = torch.empty(0, dtype=torch.int64)
-        self.log_probs: Tensor = torch.empty(2, 0)
+        self._names: list[str] = []
+        self.steps: deque[tuple[list[str], HostCopy]] = deque(maxlen=2)  # more are never under way
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, for logits [A, V] of the batch's A requests."""
         names = self._batch.req_ids[: len(logits)]
-        if names != self.names:
-            self.names = names
+        if names != self._names:
+            self._names = names
             self._rows, self._seeds = _choices({name: self._requests[name].sampling_params for name in names})
         positions = self._batch.num_tokens_no_spec[: len(names)].astype(np.uint64)
         self._rows.uniform = uniforms(self._seeds, positions)
-        self.tokens, sampled_from, own = draw_in_pieces(logits, self._rows)
-        self.log_probs = torch.stack((sampled_from, own))
+        tokens, sampled_from, own = draw_in_pieces(logits, self._rows)
         answer = None
         if sampling_metadata.max_num_logprobs:
-            ids = torch.stack((self.tokens, torch.full_like(self.tokens, logits.shape[1])), 1)
-            ranks = torch.zeros_like(self.tokens)
-            answer = LogprobsTensors(ids.to(torch.int32), self.log_probs.T, ranks)
-        return SamplerOutput(self.tokens.to(torch.int32)[:, None], answer)
+            ids = torch.stack((tokens, torch.full_like(tokens, logits.shape[1])), 1)
+            log_probs = torch.stack((sampled_from, own), 1)
+            answer = LogprobsTensors(ids.to(torch.int32), log_probs, torch.zeros_like(tokens))
+        else:
+            self.steps.append((names, HostCopy(torch.stack((tokens.double(), sampled_from, own)))))
+        return SamplerOutput(tokens.to(torch.int32)[:, None], answer)
 
 
 def _choices(requests: dict[str, Any]) -> tuple[SamplingRows, np.ndarray]:

@@ -46,7 +46,6 @@ _FIXED = {
     "skip_tokenizer_init": True,
     "generation_config": "vllm",  # no sampling defaults or eos ids out of the model's folder
     "logprobs_mode": "processed_logprobs",
-    "async_scheduling": False,  # a turn's end is known before the next step begins
     "worker_extension_cls": WORKER_EXTENSION,
 }
 
@@ -73,6 +72,7 @@ def start(arguments: dict[str, Any]) -> Any:
         "enable_sleep_mode": not on_cpu,
         "disable_log_stats": True,
         "disable_custom_all_reduce": True,  # as above
+        "async_scheduling": False,
         "seed": 0,
         **arguments,
     } | ({"enforce_eager": True} if on_cpu else {})
