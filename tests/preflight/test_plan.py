@@ -69,9 +69,10 @@ def test_rollouts_take_what_training_leaves_of_a_gpu_and_a_run_takes_what_the_pl
 ):
     name, lengths = "actor_rollout_ref.rollout.name=native", "data.max_prompt_length=4096"
     settings = ("trainer.n_gpus_per_node=8", name, lengths, f"{ROLLOUT}.free_cache_engine={sleeps}")
-    offload = [f"{ACTOR}.fsdp_config.optimizer_offload=true"] * (size < 80)
+    smaller = [f"{ACTOR}.fsdp_config.optimizer_offload=true", f"{ACTOR}.use_dynamic_bsz=true"]
+    smaller += [f"{ACTOR}.ppo_max_token_len_per_gpu=16384"]
     hardware = Hardware("cuda", size * GIB, "a GPU")
-    plan, _ = plan_of(models["7B"], "grpo", *settings, *offload, hardware=hardware)
+    plan, _ = plan_of(models["7B"], "grpo", *settings, *smaller * (size < 80), hardware=hardware)
     (load,) = plan.loads
     assert plan.fits and gib_of(load, "rollout: KV cache") > 1
     taken = taken_beside_rollouts(plan.config)
@@ -95,8 +96,8 @@ def test_grpo_of_72b_on_4_nodes_names_the_device_the_lack_and_what_to_change(mod
     assert any(line.startswith("each of the 32 GPUs would need") for line in lines)
     assert lines[-1].startswith(f"what to change: {split} (vLLM); ")
     apart = ("actor_rollout_ref.rollout.placement=apart", "actor_rollout_ref.rollout.name=vllm")
-    budgets = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4096")
-    nodes = (*shape, *budgets)
+    budgets = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=2048")
+    nodes = (*shape, *budgets, f"{ACTOR}.ulysses_sequence_parallel_size=2")
     for placement in (apart, ()):
         fitting, after = plan_of(models["72B"], "grpo", *nodes, *placement)
         assert fitting.fits and after[-1].startswith("fits")

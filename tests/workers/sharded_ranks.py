@@ -7,6 +7,7 @@ from tiny_training import gradients_of, make_actor, make_batch, make_config, mak
 from torch.distributed.tensor import DTensor
 
 from verl.trainer.ppo.batching import arrange_for_workers
+from verl.workers.actor.dp_actor import compute_log_prob
 
 NUM_ROWS = 11  # no multiple of 2 or 3: some ranks get a copy that takes part in nothing
 VARIANTS = {
@@ -63,6 +64,23 @@ def bf16_update(model_path, rank=0, world_size=1, checkpoints=False):
 def bf16_run(rank, world_size, model_path, out):
     each = [bf16_update(model_path, rank, world_size, checkpoints) for checkpoints in (False, True)]
     torch.save(each, out / f"rank{rank}.pt")
+
+
+def stream(model_path, stored, rank=0, world_size=1):
+    """(types of what the layers take, log-probs) of a model that computes in bfloat16 by Hugging Face's
+    layers, as on CUDA, with weights stored in a type.
+    """
+    dtype = f"actor_rollout_ref.actor.fsdp_config.model_dtype={stored}"
+    with mock.patch("verl.workers.engine.cpu_layers.use_cpu_layers", lambda module: False):
+        actor = make_actor(make_config(model_path, BF16, dtype), world_size)
+    types = set()
+    for layer in actor.engine.module.model.base_model.layers:
+        layer.register_forward_pre_hook(lambda layer, arguments: types.add(arguments[0].dtype))
+    return types, compute_log_prob(actor.engine, make_batch(8), actor.limits, 1.0)
+
+
+def stream_run(rank, world_size, model_path, out):
+    torch.save(stream(model_path, "fp32", rank, world_size), out / f"rank{rank}.pt")
 
 
 def go_on(actor):

@@ -30,7 +30,7 @@ def fullest_moment(
     """
     width, is_sharded = precision.compute.itemsize, held.gathered_root > 0
     gathered = held.gathered
-    if held.autocasts and not (size.has_vocab_head and size.ties_embeddings):
+    if gathered and not is_sharded and not (size.has_vocab_head and size.ties_embeddings):
         gathered -= width * size.embedding  # an embedding is looked up as it is
     residual = tokens * size.hidden * FLOAT32
     work = tokens * width * max(3 * size.intermediate, 3 * size.queries + 2 * size.keys)

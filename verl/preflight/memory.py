@@ -150,7 +150,7 @@ class Held:
     waiting: int = 0  # gradients that no process has given away before the last micro-batch
     kept: int = 0  # the last sum over processes: FSDP2 frees it in the next micro-batch
     gathered_root: int = 0  # of `gathered`, what is in no layer
-    autocasts: bool = False  # computes in 16 bits from float32 weights, each cast when it is used
+    autocasts: bool = False  # computes in 16 bits beside a residual stream in float32
     in_flight: int = 1  # micro-batches whose activations it keeps at once
     tensor: int = 1  # processes that share the width of each layer
     keeps_gradients: bool = False  # their buffers stay between updates (optimizer_offload frees them)
@@ -188,7 +188,7 @@ def hold(
         waiting=waiting,
         kept=0 if alone or waiting or not is_trained else reduce * size.root,
         gathered_root=0 if alone else compute * size.root,
-        autocasts=alone and casts and compute == 2,
+        autocasts=compute == 2,
     )
 
 

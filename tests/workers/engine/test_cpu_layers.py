@@ -15,6 +15,7 @@ from verl.utils.packed_attention import causal_attention
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine import cpu_layers
 from verl.workers.engine.cpu_layers import cpu_log_prob, use_cpu_layers
+from verl.workers.engine.loading import keep_stream_in_float32
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native import NativeEngine, cpu_kernel
 
@@ -36,6 +37,7 @@ def gradients(name, is_critic, kind, checkpoints=False):
     if checkpoints:
         module.model.gradient_checkpointing_enable()
     if kind == "ours":
+        keep_stream_in_float32(module.model.base_model)
         assert use_cpu_layers(module)
     kept = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x)

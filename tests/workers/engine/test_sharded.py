@@ -106,3 +106,17 @@ def test_the_processes_of_a_replica_have_the_same_log_probs(four, model_path):
     log_probs = [results["log_probs"][1] for results in four]
     assert torch.equal(log_probs[0], log_probs[1]) and torch.equal(log_probs[2], log_probs[3])
     assert log_probs[0].any() and not torch.equal(log_probs[0], log_probs[2])
+
+
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
+def test_the_residual_stream_is_float32_of_one_process_of_two_and_of_a_frozen_model(model_path, tmp_path):
+    """In bfloat16, without the layers of a CPU; with weights that it holds exactly, log-probs are equal."""
+    folder = tmp_path / "bf16"
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(folder)
+    run_ranks(sharded_ranks.stream_run, 2, str(folder), tmp_path)
+    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    results += [sharded_ranks.stream(str(folder), stored) for stored in ("fp32", "bf16")]
+    for types, log_probs in results:
+        assert types == {torch.float32}
+        assert torch.equal(log_probs, results[0][1])
+    assert results[0][1].min() < -1

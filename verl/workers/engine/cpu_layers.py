@@ -5,8 +5,8 @@
 
 Hugging Face's layers take five to fifteen passes over memory for a norm, a rotation or an activation, and
 more in the backward pass; where products in bfloat16 are fast, that costs as much as they do. Here each is
-one kernel forward and one backward, compiled by numba, float32 inside. The residual stream stays float32, as
-in the rollout engine. Linear layers are the module's own: adapters, sharding and autocast work as ever.
+one kernel forward and one backward, compiled by numba, float32 inside, as the residual stream
+(`keep_stream_in_float32`). Linear layers are the module's own: adapters, sharding and autocast work as ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from verl.utils.linear_logprob import MIN_CHUNK_ROWS
 from verl.utils.packed_attention import Packing, packed_attention_forward
-from verl.workers.engine.loading import PolicyModel, ValueModel, round_embedding_scale, set_forward
+from verl.workers.engine.loading import PolicyModel, ValueModel, set_forward
 from verl.workers.rollout.native.cpu_kernel import (
     ACTIVATION_CODES,
     SILU,
@@ -57,9 +57,6 @@ def use_cpu_layers(module: PolicyModel | ValueModel) -> bool:
         return False
     if _activation(layers[0]) not in ACTIVATION_CODES:
         return False
-    embedding = backbone.embed_tokens
-    embedding.register_forward_hook(lambda module, arguments, output: output.float())
-    round_embedding_scale(embedding)
     for layer in layers:
         set_forward(layer, partial(_forward, layer, is_last=layer is layers[-1]))
     if isinstance(module, PolicyModel):

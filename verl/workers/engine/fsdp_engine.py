@@ -59,7 +59,7 @@ from verl.workers.engine.checkpoint import (
     write_hf_folder,
 )
 from verl.workers.engine.cuda_layers import use_cuda_layers
-from verl.workers.engine.loading import PolicyModel, Precision, ValueModel, round_embedding_scale
+from verl.workers.engine.loading import PolicyModel, Precision, ValueModel, keep_stream_in_float32
 from verl.workers.engine.lora import Adapters, plain_parameters, save_adapter
 from verl.workers.engine.optim import build_optimizer, build_scheduler, hidden_matrices
 from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
@@ -145,14 +145,13 @@ class TrainEngine(Engine):
         self.reshards = bool(fsdp_config["reshard_after_forward"])
         stored = {p.dtype for p in module.parameters()}  # LoRA adapters are float32 in any model
         self._casts = stored != {precision.compute}
+        if precision.compute == torch.bfloat16:
+            keep_stream_in_float32(module.model.base_model)
         if device.type == "cpu" and precision.compute == torch.bfloat16:
             from verl.workers.engine.cpu_layers import use_cpu_layers  # numba is slow to import
 
             use_cpu_layers(module)
         elif device.type == "cuda":
-            backbone: Any = module.model.base_model
-            if precision.compute == torch.bfloat16:
-                round_embedding_scale(backbone.get_input_embeddings())
             use_cuda_layers(module)
         mesh = self.layout.mesh
         self.module = module.to(device) if mesh is None else self._shard(module, mesh)
@@ -218,8 +217,8 @@ class TrainEngine(Engine):
         return outputs if sharded is None else sharded.gather(outputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
-        mixed = self.precision.compute != torch.float32 and self.world_size == 1 and self._casts
+        """The context of a forward pass: products in 16 bits, also of weights that FSDP2 has cast already."""
+        mixed = self.precision.compute != torch.float32
         return torch.autocast(self.device.type, self.precision.compute) if mixed else nullcontext()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:

@@ -203,8 +203,13 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short:
     return output.last_hidden_state[0].index_select(0, rows)
 
 
-def round_embedding_scale(embedding: Any) -> None:
-    """The factor on Gemma's embeddings as rollouts and Hugging Face have it in bfloat16."""
+def keep_stream_in_float32(backbone: Any) -> None:
+    """For a computation in bfloat16: the residual stream begins in float32, of whatever type the embedding is
+    (FSDP2 gathers it in bfloat16), and under autocast it stays so, as in rollouts of the native engine. The
+    factor on Gemma's embeddings is rounded, as there and in Hugging Face's.
+    """
+    embedding = backbone.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, arguments, output: output.float())
     if hasattr(embedding, "embed_scale"):
         embedding.embed_scale.copy_(embedding.embed_scale.bfloat16())
 

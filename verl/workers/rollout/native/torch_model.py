@@ -3,8 +3,8 @@
     token ids [T] -> embedding -> layers (norm, attention over the pools, MLP) -> rows that need logits [O]
 
 A batch is packed: one row per token, no padding; the decoding sequences' last tokens first, then spans of new
-tokens. With 16-bit weights the residual stream, norms and rotations are float32, as where one process trains
-under autocast: numbers are rounded where it rounds them, and log-probs agree (FSDP's stream is of 16 bits).
+tokens. With 16-bit weights the residual stream, norms and rotations are float32, as in training: numbers are
+rounded where it rounds them, and log-probs agree.
 On CPU, float32 and bfloat16 have `cpu_model.py`, which is faster.
 """
 
