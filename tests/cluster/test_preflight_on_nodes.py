@@ -10,8 +10,10 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from namespace_nodes import REPOSITORY, NamespaceNodes, missing
 from two_nodes import wait_until
@@ -57,18 +59,32 @@ def told(tmp_path_factory) -> dict[str, list[str]]:
         )
         node = [sys.executable, "-m", "verl.single_controller.ray.node"]
         own = ["--num-cpus=1", "--object-store-memory=100000000"]
-        head = one.start([*node, "head", "--address", one.address, *own], environment)
+        patience = {"RAY_health_check_failure_threshold": "2"}  # in place of 5: to know sooner
+        head = one.start([*node, "head", "--address", one.address, *own], environment | patience)
         worker = two.start([*node, "worker", "--head", HEAD, "--address", two.address, *own], environment)
         try:
             for process, sign in ((server, "retrieval server on"), (head, _STARTED), (worker, _STARTED)):
                 wait_until(lambda process=process, sign=sign: sign in process.output(), process, _WAIT)
             answers = _diagnose(one, _cases(world)) | _diagnose(three, _case_outside(world))
+            answers["starved"] = _starved(worker)
         finally:
             for process in (worker, head, server):
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # then it ends with its node
                     process.wait(30)
     return answers
+
+
+def _starved(worker) -> list[str]:
+    """Ray's process of a node gets no CPU time for 9 seconds, as beside eight processes that load a model;
+    what the node said until 3 seconds later.
+    """
+    (raylet,) = (p for p in psutil.Process(worker.pid).children(recursive=True) if p.name() == "raylet")
+    raylet.suspend()
+    time.sleep(9)
+    raylet.resume()
+    time.sleep(3)
+    return worker.output().splitlines()
 
 
 def _diagnose(node, cases: dict[str, dict]) -> dict[str, list[str]]:
@@ -151,3 +167,7 @@ def test_a_cluster_that_is_there_is_named_when_ray_address_is_not_set(told):
 def test_a_driver_outside_of_the_cluster_is_told_to_join_it(told):
     (line,) = told["outside"]
     assert "[driver-node] this machine (node3) is no node of the cluster" in line and "worker --head" in line
+
+
+def test_a_node_that_gets_no_cpu_time_for_a_while_is_not_taken_for_lost(told):
+    assert not [line for line in told["starved"] if "joining again" in line]

@@ -28,7 +28,8 @@ def test_a_node_is_cut_off_and_the_run_goes_on_when_it_is_back(tmp_path):
     environment = {"DATA_DIR": str(world), "EXPERIMENT_NAME": "node-loss", "SEED": "7"}
     environment |= {"RAY_ADDRESS": f"{HEAD}:6379", "RETRIEVER_URL": URL}
     command = ["bash", "train_grpo.sh", f"trainer.default_local_dir={run_dir}", *SMALL.split()]
-    impatient = {"RAY_health_check_failure_threshold": "3"}  # a node is missed after at most 9 seconds
+    # a node is missed after at most 9 seconds
+    impatient = {"RAY_health_check_failure_threshold": "3", "RAY_health_check_timeout_ms": "2000"}
     with (
         two_nodes(tmp_path, world / "corpus.jsonl", **impatient) as (head, worker),
         ended_in_the_end(head.start(command, {**ENVIRONMENT, **environment})) as process,

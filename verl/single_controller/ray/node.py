@@ -22,12 +22,13 @@ from types import FrameType
 from verl.single_controller.ray.environment import RAY_SETTINGS
 from verl.single_controller.ray.session import check_address, choose_temp_dir
 
-# The head asks each node every second and takes one for lost after 5 failed answers of at most 2 seconds each
-# (Ray's own: every 3 s, 5 answers, 10 s each).
+# The head asks each node every second and takes one for lost after 5 failed answers. A process that is gone
+# refuses at once; one that gets no CPU time, as eight others load a model there, has 10 seconds for each.
+# (Ray's own: every 3 s, the same limits.)
 HEALTH_CHECK = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "5",
 }
 # A node that is told to end does not wait for the work on it: the driver restarts it elsewhere, or is gone.
