@@ -1,5 +1,6 @@
 """What one rank does in tests of engines over Megatron (gloo, CPU), and the same in one FSDP2 process."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -203,15 +204,36 @@ def run_case(case: Case, config, model_folder, folder, other) -> Result:
     return result
 
 
+@contextmanager
+def noting_sums(begun):
+    """Notes of each sum of gradients over processes whether it begins only when it is waited for."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
+
+    waits, start, finish = [], Buckets.start_grad_sync, Buckets.finish_grad_sync
+
+    def begin(*args, **kwargs):
+        begun.append(bool(waits))
+        return start(*args, **kwargs)
+
+    def wait(*args, **kwargs):
+        waits.append(1)
+        finish(*args, **kwargs)
+        waits.pop()
+
+    with patch.multiple(Buckets, start_grad_sync=begin, finish_grad_sync=wait):
+        yield
+
+
 def run_cases(rank, world_size, out: Path, cases, configs, folders, one: Path):
     """cases, configs: name -> Case, and its settings (which take long to read); folders: of models; one: with
     one process's checkpoints. Writes what it found.
     """
     from verl.workers.megatron import parallel_state
 
-    results = {}
+    results = {"sums": []}
     for name, case in cases.items():
         other = one / f"{case.model} {case.kind}"
-        results[name] = run_case(case, configs[name], folders[case.model], out / name, other)
+        with noting_sums(results["sums"]):
+            results[name] = run_case(case, configs[name], folders[case.model], out / name, other)
         parallel_state.destroy()
     torch.save(results, out / f"rank{rank}.pt")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from tiny_training import make_batch
@@ -85,6 +86,7 @@ class Case:
     model: str
     layout: Layout
     is_policy: bool = True
+    fuses: bool = False  # as on CUDA; what would be compiled there runs as it is
 
 
 ASKED = {"temperature": 0.7, "with_entropy": True, "with_sum_pi_squared": True}  # of a policy
@@ -135,13 +137,15 @@ def run_case(folder, case):
 
     layout = case.layout
     sizes = ParallelSizes(layout.tensor, layout.pipeline, layout.context)
-    built = build_model(
-        {"path": folder, "enable_gradient_checkpointing": layout.recompute},
-        sizes,
-        torch.device("cpu"),
-        torch.float32,
-        case.is_policy,
-    )
+    with patch("verl.workers.megatron.model._fuses", lambda *_: case.fuses):
+        built = build_model(
+            {"path": folder, "enable_gradient_checkpointing": layout.recompute},
+            sizes,
+            torch.device("cpu"),
+            torch.float32,
+            case.is_policy,
+        )
+    assert built.config.bias_activation_fusion == case.fuses
     replica, num_replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     result = Result(replica)
     parts = micro_batches()[replica::num_replicas]
@@ -183,6 +187,7 @@ def run_cases(rank, world_size, out, folders, cases):
 
     results = {}
     for name, case in cases.items():
-        results[name] = run_case(folders[case.model], case)
+        with torch.compiler.set_stance("force_eager"):
+            results[name] = run_case(folders[case.model], case)
         parallel_state.destroy()
     torch.save(results, out / f"rank{rank}.pt")

@@ -140,3 +140,8 @@ def test_an_update_that_is_not_finite_is_skipped_by_every_process(four):
             if name in CASES and CASES[name].in_full:
                 assert result.skipped["actor/num_skipped_updates"] >= 1
                 assert result.skipped == pytest.approx(four[1][0][name].skipped, nan_ok=True)
+
+
+def test_gradients_are_summed_while_the_backward_pass_goes_on(four):
+    for results in four[1]:  # but in the first one of an engine, which counts what there is to sum
+        assert results["sums"].count(False) > 1.5 * results["sums"].count(True) > 0

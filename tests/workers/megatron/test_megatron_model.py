@@ -23,6 +23,7 @@ CASES = {
     "pipeline of 4": Case("qwen2 tied", Layout(pipeline=4)),
     "context": Case("llama3 tied", Layout(context=4)),
     "tensor, context": Case("qwen3 untied", Layout(tensor=2, context=2)),
+    "tensor, pipeline, fused": Case("qwen3 untied", Layout(tensor=2, pipeline=2), fuses=True),
     "critic: tensor, context": Case("llama3 tied", Layout(tensor=2, context=2), is_policy=False),
 }
 

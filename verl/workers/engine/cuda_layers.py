@@ -34,6 +34,15 @@ def is_compiled(num_parameters: int) -> bool:
     return num_parameters >= FEWEST_PARAMETERS and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
 
 
+def can_compile() -> bool:
+    """Whether what compiling for CUDA needs is there; if not it is said."""
+    compiler = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
+    if importlib.util.find_spec("triton") is not None and compiler is not None:
+        return True
+    logger.warning("layers are not compiled, so slower: that needs Triton and a C compiler (apt install gcc)")
+    return False
+
+
 def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
     """Compiles the model's layers, which happens when they first compute (about half a minute), and the
     arithmetic on its logits. False, and nothing changed, for a small model, where Triton or a C compiler is
@@ -43,13 +52,7 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
     layers = getattr(backbone, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return False
-    if not is_compiled(sum(p.numel() for p in module.parameters())):
-        return False
-    compiler = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
-    if importlib.util.find_spec("triton") is None or compiler is None:
-        logger.warning(
-            "layers are not compiled, and slower: that needs Triton and a C compiler (apt install gcc)"
-        )
+    if not is_compiled(sum(p.numel() for p in module.parameters())) or not can_compile():
         return False
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))
     for layer in list(layers)[: -1 if module.is_short else None]:  # the shortened one computes few tokens

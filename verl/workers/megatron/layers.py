@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from verl.utils.device import compiled
 from verl.utils.packed_attention import Packing, packed_attention_forward
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
@@ -43,12 +45,23 @@ class RMSNorm(nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
+        self.eps, self._norm = eps, _fused(_norm) if config.bias_activation_fusion else _norm
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        normed: Tensor = self._norm(x, self.weight, self.eps)
+        return normed
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+@cache
+def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As one kernel that rounds where single operations round."""
+    return compiled(function, options={"emulate_precision_casts": True})
 
 
 @dataclass
@@ -72,27 +85,34 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class PackedCoreAttention(nn.Module):
     """What Megatron's `SelfAttention` calls between its projections."""
 
-    def __init__(self, **_: Any):
+    def __init__(self, config: TransformerConfig, **_: Any):
         super().__init__()
+        self._rotate = _fused(_rotate) if config.bias_activation_fusion else _rotate
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedTokens, **__: Any
     ) -> Tensor:
         tokens = packed_seq_params
         assert tokens.cos is not None and tokens.sin is not None
-        query, key = (_rotate(x[:, 0], tokens.cos, tokens.sin) for x in (query, key))
+        query, key = (self._rotate(x[:, 0], tokens.cos, tokens.sin) for x in (query, key))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value[:, 0]))
         out, _weights = packed_attention_forward(self, q, k, v, None, packing=tokens.packing)
         return out.squeeze(0).flatten(1).unsqueeze(1)
 
 
 def transformer_config(
-    shape: ModelShape, sizes: ParallelSizes, device: torch.device, dtype: torch.dtype, recompute: bool
+    shape: ModelShape,
+    sizes: ParallelSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    recompute: bool,
+    fuses: bool,
 ) -> TransformerConfig:
     """Megatron's configuration of a model. Weights are read, not drawn; nothing is dropped at random; stages
     send each other tensors of any length; gradients of micro-batches and of replicas are summed.
 
-    recompute: keep only each layer's input for the backward pass (gradient checkpointing).
+    recompute: keep only each layer's input for the backward pass (gradient checkpointing). fuses: what lies
+    between two products is compiled, by Megatron and here.
     """
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -123,9 +143,9 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # there are no experts, but the default is at odds with it
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        bias_activation_fusion=fuses,
+        bias_dropout_fusion=fuses,
+        apply_rope_fusion=False,  # rotation and attention are our own
         masked_softmax_fusion=False,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,

@@ -19,6 +19,7 @@ without a division: the configuration says `calculate_per_token_loss`, so the sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packing import PackedMicroBatch, ShardedMicroBatch, shard_micro_batch
+from verl.workers.engine.cuda_layers import can_compile, is_compiled
 from verl.workers.engine.loading import initial_value_head, load_hf_config
 from verl.workers.engine.lora import wants_adapters
 from verl.workers.megatron import cpu_support, parallel_state
@@ -165,6 +167,10 @@ class BuiltModel:
         return self.stage.get_parameter(name)
 
 
+def _fuses(device: torch.device, num_parameters: int) -> bool:
+    return device.type == "cuda" and is_compiled(num_parameters) and can_compile()
+
+
 def build_model(
     model_config: Mapping[str, Any],
     sizes: ParallelSizes,
@@ -189,12 +195,13 @@ def build_model(
     shape.check(sizes)
     parallel_state.initialize(sizes, device)
     recompute = bool(model_config.get("enable_gradient_checkpointing"))
-    config = transformer_config(shape, sizes, device, dtype, recompute)
+    weights = WeightMap(shape, sizes, has_head=is_policy)
+    fuses = _fuses(device, sum(math.prod(each) for each in weights.shapes().values()))
+    config = transformer_config(shape, sizes, device, dtype, recompute, fuses)
     kind: Any = PolicyStage if is_policy else ValueStage
     rotary: Any = LlamaRotaryEmbedding  # the same in Qwen2 and Qwen3
     with cpu_support.cuda_names(device):
         stage = kind(config, shape, rotary(hugging_face), keeps_head=is_policy)
-    weights = WeightMap(shape, sizes, has_head=is_policy)
     built = BuiltModel(stage.to(device), weights, config, shape, hugging_face)
     # Megatron marks what is cut over tensor ranks, for its gradient norm, when it draws initial weights.
     for parameter in weights.here:

@@ -41,10 +41,14 @@ class ShardedAdamW:
     def __init__(self, built: BuiltModel, optim: Mapping[str, Any], grad_clip: float, device: torch.device):
         self.device, self.grad_clip = device, grad_clip
         self._group = mpu.get_data_parallel_group(with_context_parallel=True)  # of the same parameters
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True
+        )
         self.inner = adamw(built.stage.parameters(), optim)
         with cpu_support.cuda_names(device):
             self.model: Any = DistributedDataParallel(built.config, settings, built.stage)
+        built.config.no_sync_func = self.model.no_sync
+        with cpu_support.cuda_names(device):
             self._optimizer = self._sharded(built)
         self._optimizer.tp_group = mpu.get_tensor_model_parallel_group()  # knows copies on tensor ranks by it
         for shard in self._shards():
