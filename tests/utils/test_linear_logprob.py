@@ -1,5 +1,7 @@
 """Chunked log-probabilities against the whole logits tensor in float64."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -136,3 +138,17 @@ def test_logits_never_exceed_one_chunk(problem, monkeypatch):
     assert sizes == [4, 4, 3] * 2  # forward, and once more in the backward pass
     with pytest.raises(ValueError, match="temperature must be positive"):
         linear_log_prob(torch.zeros(1, D), torch.zeros(V, D), torch.zeros(1, dtype=torch.long), 0.0)
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 128), ("meta", 2048)])
+def test_an_accelerator_takes_2048_rows_of_a_large_vocabulary_at_once(device, rows, monkeypatch):
+    """The head's gradient, of its size in float32, is read and written once for each chunk."""
+    taken, real = [], linear_logprob._logits
+    monkeypatch.setattr(linear_logprob, "_logits", lambda *x: taken.append(len(x[0])) or real(*x))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # `meta` has none
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    hidden, weight = (torch.zeros(size, 2, device=device, requires_grad=True) for size in (5000, 70000))
+    labels = torch.zeros(5000, dtype=torch.int64, device=device)
+    log_probs, _, _ = linear_log_prob(hidden[: 2 * rows + 1], weight, labels[: 2 * rows + 1])
+    log_probs.sum().backward()
+    assert taken == [rows, rows, 1] * 2 and weight.grad.shape == weight.shape

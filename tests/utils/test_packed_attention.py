@@ -1,5 +1,7 @@
 """Packed attention in real Hugging Face models against their own eager attention, sequence by sequence."""
 
+import importlib.util
+
 import pytest
 import torch
 from transformers import (
@@ -13,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from verl.utils.packed_attention import PACKED_ATTENTION, Packing, packed_attention_forward
+from verl.utils.packed_attention import PACKED_ATTENTION, Packing, packed_attention_forward, use_flash_3
 
 SIZES = {
     "vocab_size": 50,
@@ -86,3 +88,21 @@ def test_what_packed_attention_cannot_do_is_refused():
         packed_attention_forward(
             torch.nn.Module(), q, q, q, None, packing=Packing.of((3,), "cpu"), softcap=50.0
         )
+
+
+@pytest.mark.parametrize(
+    ("package", "capability", "taken"),
+    [
+        ("flash_attn_interface", (9, 0), True),
+        ("flash_attn_interface", (8, 0), False),
+        ("another", (9, 0), False),
+    ],
+)
+def test_flash_attention_3_is_taken_where_its_package_and_a_hopper_gpu_are(
+    monkeypatch, package, capability, taken
+):
+    find_spec, activated = importlib.util.find_spec, []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == package or find_spec(name))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    assert use_flash_3() is taken and activated == ["FA3"] * taken

@@ -274,7 +274,7 @@ def _head(
     if not held.has_head:
         return 0
     vocab, itemsize = -(-size.vocab // held.tensor), precision.compute.itemsize
-    rows = min(tokens, chunk_rows_of(vocab, compiles))
+    rows = min(tokens, chunk_rows_of(vocab, True))
     own_type = itemsize if itemsize < 4 else 0
     each = (12 if backward else 8) + own_type
     if compiles:  # logits and their gradient alone

@@ -23,7 +23,7 @@ from verl.utils.device import compiled
 
 CHUNK_ELEMENTS = 2**23  # logits in a chunk: 32 MB of float32
 MIN_CHUNK_ROWS = 128  # fewer rows make the matrix products slow
-COMPILED_CHUNK_ROWS = 2048  # of a large vocabulary: the gradient of the head is summed once for each
+GPU_CHUNK_ROWS = 2048  # of a large vocabulary: the gradient of the head is summed once for each
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -38,9 +38,9 @@ def _own_labels(labels: Tensor, first_row: int, weight: Tensor) -> tuple[Tensor,
     return own, (labels - first_row) * own
 
 
-def chunk_rows_of(vocabulary: int, compiles: bool) -> int:
+def chunk_rows_of(vocabulary: int, on_gpu: bool) -> int:
     """Rows of a chunk of logits. vocabulary: rows of the head that a process has."""
-    return max(COMPILED_CHUNK_ROWS if compiles else MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
+    return max(GPU_CHUNK_ROWS if on_gpu else MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
 
 
 def _figures(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -231,7 +231,7 @@ def linear_log_prob(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
-    rows = chunk_rows or chunk_rows_of(len(weight), compiles)  # the same on every rank
+    rows = chunk_rows or chunk_rows_of(len(weight), device_type != "cpu")  # the same on every rank
     first_row = 0 if group is None else group.rank() * len(weight)
     if vocabulary is not None and first_row + len(weight) > vocabulary:
         weight = weight[: vocabulary - first_row]

@@ -13,6 +13,7 @@ wanted (`Packing.wanted`) attends from those alone. Where several processes have
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import attention
 from transformers import AttentionInterface
 
 from verl.utils.device import to_device
@@ -209,8 +211,21 @@ def _varlen_kernel() -> tuple[Any, set[str]]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None, set()
+    use_flash_3()
     has = set(inspect.signature(varlen_attn).parameters)
     return (varlen_attn, has) if {"scale", "window_size"} <= has else (None, set())
+
+
+def use_flash_3() -> bool:
+    """Lets the kernel be FlashAttention-3's (Shah et al., 2024, arXiv:2407.08608) in the place of torch's own
+    version 2 on Hopper GPUs (compute capability 9), where its package `flash_attn_interface` is installed.
+    """
+    has_switch = hasattr(attention, "activate_flash_attention_impl")  # newer versions of torch
+    is_there = has_switch and importlib.util.find_spec("flash_attn_interface") is not None
+    if not is_there or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    attention.activate_flash_attention_impl("FA3")
+    return True
 
 
 @cache
