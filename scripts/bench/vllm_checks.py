@@ -96,7 +96,7 @@ def decode(place: Place) -> Iterator[Line]:
 
 
 def _sampled(engine: VllmEngine) -> list[int]:
-    """The tokens of 64 turns of 32, one after the other."""
+    """The tokens of 64 turns of 32 tokens, in the order of the turns."""
     ids = [engine.open([seed, 5, 6], SamplingParams(32, seed=seed, ignore_eos=True)) for seed in range(64)]
     ended: dict[int, list[int]] = {}
     while engine.has_runnable:

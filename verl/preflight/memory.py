@@ -276,7 +276,7 @@ def _head(
     vocab, itemsize = -(-size.vocab // held.tensor), precision.compute.itemsize
     rows = min(tokens, chunk_rows_of(vocab, True))
     own_type = itemsize if itemsize < 4 else 0
-    each = (12 if backward else 8) + own_type
+    each = 12 + own_type * (1 + backward)  # logits, log-probs, probabilities; the product, its gradient
     if compiles:  # logits and their gradient alone
         each = itemsize * (1 + backward)
     chunk = rows * vocab * each

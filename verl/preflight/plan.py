@@ -22,7 +22,7 @@ from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of
 from verl.preflight.target import GIB, Hardware
 from verl.trainer.placement import processes_on_nodes, roles_of, samples_apart
 from verl.trainer.ppo.passes import Passes
-from verl.workers.engine.cuda_layers import is_compiled
+from verl.workers.engine.cuda_layers import can_compile, is_compiled
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
@@ -224,6 +224,7 @@ class Plan:
         updates = [phase for phase in at_work if phase.startswith("update")]
         offloads = self.on_cuda and fsdp.param_offload
         compiles = self.on_cuda and not layout.is_megatron and is_compiled(use.size.num_parameters)
+        compiles = compiles and (can_compile() or not torch.cuda.is_available())  # of another machine: yes
         # the actor's weights are read, or sent, before it generates
         with_weights = [*at_work, *["rollout"] * (owner == "actor")] if offloads else phases
         is_mapped = not self.on_cuda and mapped(use.size, use.precision, layout.num_processes)

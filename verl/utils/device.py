@@ -28,8 +28,8 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 class HostCopy:
-    """A tensor's copy on the host. From CUDA the host waits for it with the first `get`: not before, and not
-    for what was asked of the GPU after it.
+    """A tensor on the host; from CUDA it is copied. The host waits for the copy with the first `get`: not
+    before, and not for what was asked of the GPU after it.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -119,9 +119,11 @@ class _LinearLogProb(torch.autograd.Function):
                 if with_sum_pi_squared:
                     sum_pi_squared[chunk] = figures[2]
                 continue
+            log_p = None  # of the chunk before
             logits = _logits(hidden[chunk], weight, temperature)
             if group is None:
                 log_p = torch.log_softmax(logits, dim=-1)
+                del logits
                 log_probs[chunk] = log_p.gather(1, labels[chunk].unsqueeze(1)).squeeze(1)
                 if with_entropy or with_sum_pi_squared:
                     p = log_p.exp()
@@ -129,6 +131,7 @@ class _LinearLogProb(torch.autograd.Function):
                         entropy[chunk] = -torch.linalg.vecdot(p, log_p)
                     if with_sum_pi_squared:
                         sum_pi_squared[chunk] = torch.linalg.vecdot(p, p)
+                    del p
                 continue
             greatest = logits.amax(1)
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
@@ -150,6 +153,7 @@ class _LinearLogProb(torch.autograd.Function):
             if with_sum_pi_squared:
                 sum_pi_squared[chunk] = summed[-1] / total.square()
             log_p = logits.sub_(log_total[:, None])
+            del logits, powers
         kept = log_p if len(chunks) == 1 else None  # None where it is compiled
         ctx.save_for_backward(hidden, weight, labels, entropy, log_sum, kept)
         ctx.chunks, ctx.temperature, ctx.first_row, ctx.group = chunks, temperature, first_row, group

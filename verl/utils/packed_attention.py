@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,7 @@ from transformers import AttentionInterface
 from verl.utils.device import to_device
 from verl.utils.ulysses import TokenShare
 
+logger = logging.getLogger(__name__)
 PACKED_ATTENTION = "packed"
 BLOCK = 64  # queries
 FEWEST_SCORES = 2**17  # heads * queries * keys: below, SDPA's single call is faster
@@ -224,7 +226,11 @@ def use_flash_3() -> bool:
     is_there = has_switch and importlib.util.find_spec("flash_attn_interface") is not None
     if not is_there or torch.cuda.get_device_capability()[0] != 9:
         return False
-    attention.activate_flash_attention_impl("FA3")
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError) as error:  # of another torch, or without a backward pass
+        logger.warning("FlashAttention-3 can't be used, so version 2 is: %s", error)
+        return False
     return True
 
 

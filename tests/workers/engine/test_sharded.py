@@ -5,8 +5,8 @@ import pytest
 import sharded_ranks
 import torch
 from ranks import run_ranks
-from tiny_training import assert_same_gradients, make_actor
-from transformers import AutoModelForCausalLM
+from tiny_training import SIZES, assert_same_gradients, make_actor
+from transformers import AutoConfig, AutoModelForCausalLM, Starcoder2Config
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,8 @@ def test_the_processes_of_a_replica_have_the_same_log_probs(four, model_path):
 def test_the_residual_stream_is_float32_of_one_process_of_two_and_of_a_frozen_model(model_path, tmp_path):
     """In bfloat16, without the layers of a CPU; with weights that it holds exactly, log-probs are equal."""
     folder = tmp_path / "bf16"
-    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(model_path, hidden_size=24)  # Gemma's factor is its root, rounded
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     run_ranks(sharded_ranks.stream_run, 2, str(folder), tmp_path)
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     results += [sharded_ranks.stream(str(folder), stored) for stored in ("fp32", "bf16")]
@@ -120,3 +121,13 @@ def test_the_residual_stream_is_float32_of_one_process_of_two_and_of_a_frozen_mo
         assert types == {torch.float32}
         assert torch.equal(log_probs, results[0][1])
     assert results[0][1].min() < -1
+
+
+def test_a_frozen_model_with_layer_norms_computes_in_bfloat16_on_cpu(tmp_path):
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    AutoModelForCausalLM.from_config(Starcoder2Config(**sizes), dtype=torch.bfloat16).save_pretrained(
+        tmp_path
+    )
+    results = [sharded_ranks.stream(str(tmp_path), stored) for stored in ("fp32", "bf16")]
+    assert all(types == {torch.float32} for types, _ in results)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0.02, atol=0.05)

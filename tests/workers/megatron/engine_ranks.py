@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -209,6 +210,8 @@ def noting_sums(begun):
     """Notes of each sum of gradients over processes whether it begins only when it is waited for."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
 
+    from verl.workers.megatron import optimizer
+
     waits, start, finish = [], Buckets.start_grad_sync, Buckets.finish_grad_sync
 
     def begin(*args, **kwargs):
@@ -220,7 +223,9 @@ def noting_sums(begun):
         finish(*args, **kwargs)
         waits.pop()
 
-    with patch.multiple(Buckets, start_grad_sync=begin, finish_grad_sync=wait):
+    small = partial(optimizer.DistributedDataParallelConfig, bucket_size=300)  # several, as of a real model
+    sums = patch.multiple(Buckets, start_grad_sync=begin, finish_grad_sync=wait)
+    with sums, patch.object(optimizer, "DistributedDataParallelConfig", small):
         yield
 
 

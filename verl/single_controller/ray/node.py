@@ -23,7 +23,7 @@ from verl.single_controller.ray.environment import RAY_SETTINGS
 from verl.single_controller.ray.session import check_address, choose_temp_dir
 
 # The head asks each node every second and takes one for lost after 5 failed answers. A process that is gone
-# refuses at once; one that gets no CPU time, as eight others load a model there, has 10 seconds for each.
+# refuses at once; one that gets no CPU time, while eight others load a model there, has 10 seconds for each.
 # (Ray's own: every 3 s, the same limits.)
 HEALTH_CHECK = {
     "RAY_health_check_initial_delay_ms": "5000",

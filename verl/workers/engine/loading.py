@@ -206,12 +206,16 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short:
 def keep_stream_in_float32(backbone: Any) -> None:
     """For a computation in bfloat16: the residual stream begins in float32, of whatever type the embedding is
     (FSDP2 gathers it in bfloat16), and under autocast it stays so, as in rollouts of the native engine. The
-    factor on Gemma's embeddings is rounded, as there and in Hugging Face's.
+    factor on Gemma's embeddings is rounded, as there and in Hugging Face's, but the product is not.
     """
-    embedding = backbone.get_input_embeddings()
-    embedding.register_forward_hook(lambda module, arguments, output: output.float())
+    embedding, factor = backbone.get_input_embeddings(), 1.0
     if hasattr(embedding, "embed_scale"):
-        embedding.embed_scale.copy_(embedding.embed_scale.bfloat16())
+        factor = float(embedding.embed_scale.bfloat16())
+        embedding.embed_scale.fill_(1.0)
+    embedding.register_forward_hook(lambda module, arguments, output: output.float() * factor)
+    for module in backbone.modules():
+        if isinstance(module, nn.LayerNorm):  # on a CPU it takes one type alone
+            module.register_forward_pre_hook(lambda norm, inputs: inputs[0].to(norm.weight.dtype))
 
 
 def load_policy(

@@ -47,9 +47,8 @@ class ShardedAdamW:
         self.inner = adamw(built.stage.parameters(), optim)
         with cpu_support.cuda_names(device):
             self.model: Any = DistributedDataParallel(built.config, settings, built.stage)
-        built.config.no_sync_func = self.model.no_sync
-        with cpu_support.cuda_names(device):
             self._optimizer = self._sharded(built)
+        built.config.no_sync_func = self.model.no_sync  # gradients are summed in the last micro-batch
         self._optimizer.tp_group = mpu.get_tensor_model_parallel_group()  # knows copies on tensor ranks by it
         for shard in self._shards():
             self.inner.state[shard] = adamw_state(shard)

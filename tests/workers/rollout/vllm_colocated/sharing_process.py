@@ -59,6 +59,7 @@ def of_an_engine(folder, size, asynchronous=False):
         str(folder), tensor_parallel_size=size, max_num_seqs=16, max_model_len=96,
         kv_cache_memory_bytes=FEW_BLOCKS // size, async_scheduling=asynchronous,
     )  # fmt: skip
+    assert (engine._llm.engine_core.engine_core.batch_queue is not None) == asynchronous
     prompts, found = random_prompts(30), []
     for version in range(2):
         engine.load_weights(make_model("two-heads", seed=version).named_parameters(), version)

@@ -57,8 +57,10 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
         assert one.model_log_probs == pytest.approx(other.model_log_probs, abs=1e-4)
 
 
-def turns(engine: Any) -> list[Completion]:
-    """Three turns of 24 sessions that stop at different steps; six are closed in the midst of one."""
+def turns(engine: Any) -> tuple[list[Completion], set[int]]:
+    """Three turns of 24 sessions that stop at different steps; six are closed in the midst of one. Also how
+    many steps were under way when another one was taken.
+    """
     stop = StopCondition(byte_tokenizer(), list("abcdefgh"))
     kinds: list[dict[str, Any]] = [
         {},
@@ -86,12 +88,12 @@ def turns(engine: Any) -> list[Completion]:
     assert len(ids) == 18
     for session_id in ids:
         engine.close(session_id)
-    assert (1 in under_way) == (engine._llm.engine_core.engine_core.batch_queue is not None)
-    return found
+    return found, set(under_way)
 
 
 def test_turns_stops_preemption_and_closing_in_the_midst_give_the_same_tokens(engines: Any) -> None:
-    expected, found = (turns(engine) for engine in engines(FEW_BLOCKS))
+    (expected, at_once), (found, ahead) = (turns(engine) for engine in engines(FEW_BLOCKS))
+    assert (at_once, ahead) == ({0}, {1})
     assert engines(FEW_BLOCKS)[1].stats()["preemptions"] > 2
     assert {c.finish_reason for c in found} == {"stop", "length"}
     assert_same(found, expected)
@@ -144,3 +146,18 @@ def test_answers_to_a_server_s_requests_are_the_same(engines: Any) -> None:
             assert found.keys() == expected.keys() and len(found) == 2
             for token, value in found.items():
                 assert value.logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+
+
+def test_what_fails_while_a_step_is_drawn_is_said(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last of this file: steps of the engine are lost afterwards."""
+    engine = engines()[1]
+    session_id = engine.open([1, 2, 3], SamplingParams(20))
+    assert engine.step() == engine.step() == []
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no memory left")
+
+    monkeypatch.setattr("verl.workers.rollout.vllm.sampler.draw_in_pieces", fail)
+    with pytest.raises(ValueError, match="no memory left"):
+        engine.step()
+    engine.close(session_id)

@@ -160,10 +160,13 @@ class VllmEngine(RolloutEngine[VllmSession]):
 
     def _take_step(self) -> None:
         """The step whose outputs vLLM has given. With asynchronous scheduling the next one is under way by
-        then, of which nothing is taken yet; the first call gives no outputs.
+        then, of which nothing is taken yet; the first call gives no outputs. Raises what the next one raised.
         """
         self._names, self._drawn = [], HostCopy(torch.empty(3, 0))
         queue = self._llm.engine_core.engine_core.batch_queue or ()  # None: synchronous
+        for future, _, _ in queue:
+            if future.done():  # it failed, or had nothing to do
+                future.result()
         under_way = sum(scheduled.total_num_scheduled_tokens > 0 for _, scheduled, _ in queue)
         while len(self._sampler.steps) > under_way:
             self._names, self._drawn = self._sampler.steps.popleft()
@@ -238,7 +241,6 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._llm.reset_prefix_cache(reset_running_requests=True)
         freed = 0
         if not self._on_cpu:
-            torch.cuda.synchronize()  # a step may be under way, of requests that are gone
             before = torch.cuda.mem_get_info()[0]
             self._llm.sleep(level, mode="keep")
             freed = max(0, torch.cuda.mem_get_info()[0] - before)
