@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = "".join(path.read_text() for path in files)
     is_alone = more != "and alone" or "mark.alone" in text or "mark.ray" in text
     return None if f"mark.{mark}" in text and is_alone else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: the garbage collector need not look at it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
