@@ -49,9 +49,9 @@ if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 
-# Beside style and types: what these compile is kept, and each process of the fast tests would do it.
-"$PYTHON" -m pytest -q -p no:cacheprovider tests/workers/rollout/test_cpu_kernel.py \
-    tests/agent/test_{contexts,generation_with_a_model}.py >/dev/null 2>&1 &
+# Beside style and types: what these compile is kept, all modules too, and each process of the fast tests would do it.
+"$PYTHON" -m pytest -q -p no:cacheprovider -m "not slow" \
+    -k "test_cpu_kernel.py or test_contexts.py or test_generation_with_a_model.py" >/dev/null 2>&1 &
 compiling=$!
 phase style "$PYTHON" -m ruff check .
 phase format "$PYTHON" -m ruff format --check .
