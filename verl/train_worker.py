@@ -13,6 +13,7 @@ def play(program: str, argv: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from verl.config.command_line import read_arguments
     from verl.trainer.processes import process_folder
+    from verl.utils.announcing import without_collections
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--rank", type=int, default=0)
@@ -21,7 +22,8 @@ def play(program: str, argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     try:
         folder = process_folder(read_arguments(rest).config)
-        from verl.single_controller.folder import serve  # after a mistake was said: it imports torch
+        with without_collections():
+            from verl.single_controller.folder import serve  # after a mistake was said: it imports torch
 
         return serve(folder, f"{program}-{options.rank}", options.address, options.parent)
     except ValueError as error:

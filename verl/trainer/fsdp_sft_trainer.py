@@ -22,6 +22,7 @@ from verl.config import SFTConfig
 from verl.config.checks import check_sft_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
+from verl.utils.announcing import announced, without_collections
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.stop_request import StopRequest
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 
 def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) -> FSDPSFTTrainer:
     """Read and check all rows; no process is started and no model loaded yet. Raises ValueError."""
-    from verl.trainer.sft_trainer import FSDPSFTTrainer
-    from verl.utils import hf_tokenizer
-    from verl.utils.dataset.sft_dataset import SFTDataset
+    with without_collections():
+        from verl.trainer.sft_trainer import FSDPSFTTrainer
+        from verl.utils import hf_tokenizer
+        from verl.utils.dataset.sft_dataset import SFTDataset
 
     model, data = config.model, config.data
     absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
@@ -81,10 +83,10 @@ def run(argv: list[str]) -> int:
 
 def _train(config: SFTConfig) -> int:
     """`run`, from settings that can be right on."""
-    from verl.preflight.preflight import start_is_sound
-    from verl.trainer.placement import place, start_ray
-    from verl.trainer.restarts import run_to_an_end
-    from verl.utils.announcing import announced
+    with without_collections():
+        from verl.preflight.preflight import start_is_sound
+        from verl.trainer.placement import place, start_ray
+        from verl.trainer.restarts import run_to_an_end
 
     def start(closing: ExitStack, stop_request: StopRequest) -> FSDPSFTTrainer | int:
         if not start_is_sound(config):

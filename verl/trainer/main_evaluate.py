@@ -29,7 +29,7 @@ from verl.config import Config
 from verl.config.keys import flat
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.monitor.runs import state_of
-from verl.utils.announcing import announced
+from verl.utils.announcing import announced, without_collections
 from verl.utils.model_folders import find_model, run_folder
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def evaluate(
     """One model on all benchmarks; `use` gets each of them afterwards, with the tokenizer and the model's
     name. ValueError, EngineUnavailable, RunStopped.
     """
-    with announced("loading the libraries", sys.stderr):
+    with announced("loading the libraries", sys.stderr), without_collections():
         from verl.evaluation.rollouts import Asking, Benchmark, shown
         from verl.trainer.ppo.scoring import RewardManager
         from verl.utils.dataset.rl_dataset import RLHFDataset

@@ -23,7 +23,7 @@ from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 from verl.config.mixture import evals_of
-from verl.utils.announcing import announced
+from verl.utils.announcing import announced, without_collections
 
 if TYPE_CHECKING:
     from verl.single_controller.base import ClassWithInitArgs, Worker
@@ -74,18 +74,19 @@ def build_trainer(
     train_score: scores training rows (`main_ppo_format`); validation is always exact match. session: with
     trainer.backend=folder, of the run's processes.
     """
-    from search_r1.llm_agent.generation import env_metrics
-    from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
-    from verl.trainer.ppo.held_out import HeldOutSets
-    from verl.trainer.ppo.passes import Passes
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-    from verl.trainer.ppo.scoring import RewardManager
-    from verl.utils import hf_tokenizer
-    from verl.utils.dataset.mixture import training_rows
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-    from verl.utils.reward_score import load_reward_function
-    from verl.verifiers.base import VerifierSettings
-    from verl.verifiers.registry import Verifiers
+    with without_collections():
+        from search_r1.llm_agent.generation import env_metrics
+        from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
+        from verl.trainer.ppo.held_out import HeldOutSets
+        from verl.trainer.ppo.passes import Passes
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.scoring import RewardManager
+        from verl.utils import hf_tokenizer
+        from verl.utils.dataset.mixture import training_rows
+        from verl.utils.dataset.rl_dataset import RLHFDataset
+        from verl.utils.reward_score import load_reward_function
+        from verl.verifiers.base import VerifierSettings
+        from verl.verifiers.registry import Verifiers
 
     model = config.actor_rollout_ref.model
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")
@@ -151,7 +152,7 @@ def run(
 
 def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunction] | None) -> int:
     """`run`, from arguments that can be right on."""
-    with announced("loading the libraries"):
+    with announced("loading the libraries"), without_collections():
         from search_r1.search.probe import RetrievalProbe
         from verl.preflight.preflight import dry_run, start_is_sound
         from verl.trainer.config import settings_without_effect, validate

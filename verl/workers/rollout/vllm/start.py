@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from verl.utils.announcing import without_collections
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 INSTALL = "pip install -c constraints-vllm.txt vllm (CUDA) or scripts/test_vllm.sh (CPU)"
@@ -52,6 +53,7 @@ _FIXED = {
 _live_engines = 0  # vLLM's groups of this process are shared by its engines, and end with the last one
 
 
+@without_collections()
 def start(arguments: dict[str, Any]) -> Any:
     """vLLM's `LLMEngine` with random weights. On CPU it has no graphs and compiles nothing. arguments: of
     vLLM's `EngineArgs`; of "model" only the configuration is read.
