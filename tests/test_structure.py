@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from count_lines import count, python_files  # noqa: E402
 
-MAX_SOURCE_LINES, MAX_SOURCE_CODE, MAX_TEST_LINES, MAX_FILE_LINES = 55_950, 39_690, 43_100, 450
+MAX_SOURCE_LINES, MAX_SOURCE_CODE, MAX_TEST_LINES, MAX_FILE_LINES = 56_000, 39_740, 43_150, 450
 
 # What no module may import: its package -> packages above it. The programs `verl.trainer.main_*` may import
 # anything: they put the pieces together.

@@ -106,3 +106,13 @@ def test_flash_attention_3_is_taken_where_its_package_and_a_hopper_gpu_are(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     assert use_flash_3() is taken and activated == ["FA3"] * taken
+
+
+def test_flash_attention_3_that_does_not_fit_is_not_taken(monkeypatch, caplog):
+    def refuse(name):
+        raise RuntimeError("no backward kernels")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", refuse)
+    assert use_flash_3() is False and "no backward kernels" in caplog.text
