@@ -173,7 +173,11 @@ def test_token_budgets_make_it_fit(monkeypatch, tmp_path):
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
     )
+    monkeypatch.setattr("verl.preflight.plan.can_compile", lambda: True)
     assert find("memory", on_one_h100(monkeypatch, tmp_path, *budgets)) == []
+    monkeypatch.setattr("verl.preflight.plan.can_compile", lambda: False)  # without a compiler more is kept
+    (finding,) = find("memory", on_one_h100(monkeypatch, tmp_path, *budgets))
+    assert "80.26 GiB" in finding.what
 
 
 def test_on_cpu_what_models_keep_for_good_is_compared_with_the_machine(monkeypatch, tmp_path):
