@@ -214,8 +214,13 @@ def keep_stream_in_float32(backbone: Any) -> None:
         embedding.embed_scale.fill_(1.0)
     embedding.register_forward_hook(lambda module, arguments, output: output.float() * factor)
     for module in backbone.modules():
-        if isinstance(module, nn.LayerNorm):  # on a CPU it takes one type alone
-            module.register_forward_pre_hook(lambda norm, inputs: inputs[0].to(norm.weight.dtype))
+        if isinstance(module, nn.LayerNorm) and module.weight is not None:
+            module.register_forward_pre_hook(_in_the_norms_type)
+
+
+def _in_the_norms_type(norm: nn.LayerNorm, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    """On a CPU torch's layer norm takes one type alone; on CUDA autocast sees to it."""
+    return inputs[0] if inputs[0].is_cuda else inputs[0].to(norm.weight.dtype)
 
 
 def load_policy(
