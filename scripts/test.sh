@@ -56,16 +56,18 @@ compiling=$!
 phase style "$PYTHON" -m ruff check .
 phase format "$PYTHON" -m ruff format --check .
 phase types "$PYTHON" -m mypy
-# One more than there are cores: a test that waits leaves its core to another.
-parallel=("$PYTHON" -m pytest -q -n "$("$PYTHON" -c 'import os; print(min(4, 1 + os.cpu_count()))')")
+parallel() {    # so many more processes than there are cores, a mark's expression, options: tests side by side
+    "$PYTHON" -m pytest -q -n "$("$PYTHON" -c "import os; print(min(4, $1 + os.cpu_count()))")" --dist worksteal \
+        -m "$2" "${@:3}"
+}
 wait "$compiling" || true    # the fast tests say why
-phase "fast tests" "${parallel[@]}" --dist worksteal -m "not slow" --durations=5
+phase "fast tests" parallel 1 "not slow" --durations=5    # one that waits leaves its core to another
 $fast_only && exit
 if $with_vllm; then    # waits for the installation, if it has not ended
     setsid nice -n 10 bash scripts/test_vllm.sh >>"$log" 2>&1 &
     vllm=$!
 fi
-phase "slow tests" "${parallel[@]}" --dist worksteal -m "slow and not alone" --durations=10
+phase "slow tests" parallel 0 "slow and not alone" --durations=10
 phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
 if $with_vllm; then
     phase "vLLM tests (after the others)" wait "$vllm" || { cat "$log"; exit 1; }
