@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from served import MODEL, NAME, serving, tokenizer
 
 from verl.inference import border
 from verl.inference.server import main
+from verl.workers.rollout.native import NativeEngine
 
 QUESTION = {"role": "user", "content": "Question: Who directed Amber Harbor?"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
@@ -84,7 +86,12 @@ def test_seeds_n_and_several_prompts(server):
 
 
 @pytest.mark.parametrize("more", [{}, {"stop": "</search>"}, {"tools": [TOOL]}, {"n": 3}, {"max_tokens": 60}])
-def test_a_stream_says_what_a_whole_reply_says(server, more):
+def test_a_stream_says_what_a_whole_reply_says(server, more, monkeypatch):
+    def step():  # when the event loop has taken the last step's tokens, also on a busy machine
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server.thread._loop).result(60)
+        return NativeEngine.step(server.engine)
+
+    monkeypatch.setattr(server.engine, "step", step)
     body = {"messages": [QUESTION], "seed": 3, "max_tokens": 20, "logprobs": True} | more
     whole = server.post("/v1/chat/completions", **body).json()
     chunks = events(server, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
