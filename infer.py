@@ -201,14 +201,16 @@ def load_manager(
     model: str, settings: dict[str, int], arguments: argparse.Namespace, console: Console
 ) -> LLMGenerationManager:
     """The loop of training over a loaded model. Raises ValueError for one that can't be loaded or run."""
-    import torch
-    import transformers
+    from verl.utils.announcing import announced, without_collections
 
-    from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
-    from search_r1.search.client import SearchClient
-    from verl.agent.trajectory import generation_eos_ids
-    from verl.utils.announcing import announced
-    from verl.workers.rollout.native import NativeEngine
+    with without_collections():
+        import torch
+        import transformers
+
+        from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
+        from search_r1.search.client import SearchClient
+        from verl.agent.trajectory import generation_eos_ids
+        from verl.workers.rollout.native import NativeEngine
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+atexit.register(gc.freeze)  # at the end: to look for garbage among what was imported takes a second
 FIRST_AFTER, EVERY = 3.0, 10.0  # seconds; of what is faster than the first nothing is said
 
 
