@@ -3,8 +3,8 @@
 # says how long each took.
 #   bash scripts/test.sh            all of it
 #   bash scripts/test.sh --fast     without the slow tests
-#   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests on Ray, which mostly wait;
-#                                   both environments are made at once
+#   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests; both environments are
+#                                   made at once
 #   bash scripts/test.sh -k packing tests/utils      everything else goes to pytest as it is
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -63,15 +63,13 @@ parallel() {    # so many more processes than there are cores, a mark's expressi
 wait "$compiling" || true    # the fast tests say why
 phase "fast tests" parallel 1 "not slow" --durations=5    # one that waits leaves its core to another
 $fast_only && exit
-phase "slow tests" parallel 0 "slow and not alone" --durations=10
 if $with_vllm; then    # waits for the installation, if it has not ended
-    setsid nice -n 10 bash -c '{ echo 15 >/proc/self/autogroup; } 2>/dev/null; exec bash scripts/test_vllm.sh' \
-        >>"$log" 2>&1 &
+    setsid nice -n 10 bash scripts/test_vllm.sh >>"$log" 2>&1 &
     vllm=$!
 fi
-phase "slow tests on Ray" "$PYTHON" -m pytest -q -m "slow and ray" --durations=10    # they mostly wait
-if $with_vllm; then    # the others bear nothing beside them
-    phase "vLLM tests (after those)" wait "$vllm" || { cat "$log"; exit 1; }
+phase "slow tests" parallel 0 "slow and not alone" --durations=10
+phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
+if $with_vllm; then
+    phase "vLLM tests (after the others)" wait "$vllm" || { cat "$log"; exit 1; }
     cat "$log"
 fi
-phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone and not ray" --durations=10

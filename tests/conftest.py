@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported, nor with "slow and
-    ray" one without `ray`, and so on: to import all of them takes longer than most tests.
+    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported, and with "slow and
+    alone" only one that names `alone` or `ray` besides: to import all of them takes longer than most tests.
     """
     mark, _, more = config.option.markexpr.partition(" ")
     if mark not in ("slow", "vllm") or not collection_path.name.startswith("test_"):
         return None
     files = [path for path in (collection_path, collection_path.with_name("conftest.py")) if path.exists()]
     text = "".join(path.read_text() for path in files)
-    other = {"and ray": "ray", "and alone and not ray": "alone"}.get(more, mark)
-    return None if f"mark.{mark}" in text and f"mark.{other}" in text else True
+    is_alone = more != "and alone" or "mark.alone" in text or "mark.ray" in text
+    return None if f"mark.{mark}" in text and is_alone else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,8 +40,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with a Ray cluster do not run beside others, but for vLLM's. Those with the longest limit begin
-    first: the others are then enough for the other processes.
+    """Tests with a Ray cluster do not run beside others. Those with the longest limit begin first: the others
+    are then enough for the other processes.
     """
 
     def limit(item: pytest.Item) -> float:
