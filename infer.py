@@ -29,6 +29,7 @@ import verl  # noqa: F401  # isort: skip  (first: where a package is missing, it
 from rich.console import Console
 from rich.text import Text
 
+from verl.utils.announcing import announced, without_collections
 from verl.utils.model_folders import find_model, run_folder
 
 if TYPE_CHECKING:
@@ -201,8 +202,6 @@ def load_manager(
     model: str, settings: dict[str, int], arguments: argparse.Namespace, console: Console
 ) -> LLMGenerationManager:
     """The loop of training over a loaded model. Raises ValueError for one that can't be loaded or run."""
-    from verl.utils.announcing import announced, without_collections
-
     with without_collections():
         import torch
         import transformers

@@ -63,14 +63,9 @@ class Stack:
     def __init__(self, kind, folder):
         make_model(kind).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
-        engine_args = {
-            "model": str(folder),
-            "dtype": "float32",
-            "max_model_len": LENGTH,
-            **{"max_num_seqs": 32, "kv_cache_memory_bytes": 64 << 20, "block_size": 32},
-            "enforce_eager": True,
-            "tensor_parallel_size": WORKERS[kind],
-        }
+        engine_args = {"model": str(folder), "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 32}
+        engine_args |= {"kv_cache_memory_bytes": 64 << 20, "block_size": 32, "enforce_eager": True}
+        engine_args |= {"tensor_parallel_size": WORKERS[kind]}
         self.servers = VllmServers(engine_args, NUM_SERVERS[kind], timeout=300.0)
         self.engine = RemoteVllmEngine(
             self.servers.urls,
@@ -167,9 +162,11 @@ def begin(stack, prompts):
     """Sessions under way. On a busy machine all may end before anybody looks at them; then others."""
     while True:
         ids = [stack.engine.open(prompt, SamplingParams(200, 0.0)) for prompt in prompts]
+        deadline = time.monotonic() + 60.0
         while stack.engine._ended.qsize() < len(ids):
             if stack.engine.partial(ids[0]).token_ids:
                 return ids
+            assert time.monotonic() < deadline, "no token"
             time.sleep(0.001)
         stack.drain()
 
