@@ -67,6 +67,7 @@ EFFECTS: dict[str, tuple] = {
     f"{A}.use_dynamic_bsz": ("true", "actor"),
     f"{A}.ppo_max_token_len_per_gpu": (30, "actor", f"{A}.use_dynamic_bsz=true"),
     f"{A}.grad_clip": (0.001, "actor"),
+    f"{A}.max_step_kl": (1e-6, "actor"),
     f"{A}.clip_ratio": (0.01, "actor"),
     f"{A}.clip_ratio_low": (0.01, "actor"),
     f"{A}.clip_ratio_high": (0.01, "actor"),

@@ -154,6 +154,9 @@ class Actor(Block):
     use_dynamic_bsz: bool = key(False, "micro-batches by tokens, not rows, in every pass of every model")
     ppo_max_token_len_per_gpu: Count = key(16384, "tokens of a micro-batch with use_dynamic_bsz")
     grad_clip: Positive = key(1.0, "largest norm of the gradient")
+    max_step_kl: Positive | None = key(
+        None, "most nats per token by which an optimizer step moves the policy; longer ones are shortened"
+    )
     clip_ratio: Share = key(0.2, "most change of the ratio (geo_mean: its log; dppo: probability, or KL)")
     clip_ratio_low: Share | None = key(None, "lower bound's own value (null: clip_ratio)")
     clip_ratio_high: NotNegative | None = key(None, "upper bound's own value (null: clip_ratio)")

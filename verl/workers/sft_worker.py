@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -80,6 +80,7 @@ class SFTWorker(TrainingWorker):
 class NegativeLogLikelihood:
     """The loss of one optimizer step; an `Objective` of the update loop."""
 
+    step_bound: ClassVar[None] = None  # its steps have no limit
     mini_batch: MiniBatch
     idle_rows: Sequence[int] = ()
 

@@ -31,6 +31,7 @@ from verl.protocol import DataProto
 from verl.utils.device import to_device
 from verl.utils.packing import PackedMicroBatch
 from verl.utils.turn_rows import TRAJECTORY, joined, split_into_turns
+from verl.workers.actor.step_bound import StepBound
 from verl.workers.engine.base import Engine, Outputs, Share
 from verl.workers.engine.update_loop import (
     EXTRA_LOSS_KEY,
@@ -89,7 +90,7 @@ class PolicyObjective:
     where they are per token. on_policy: the weights are those of old_log_probs, so that the ratio is 1, and
     old_log_probs are not read. (If it is False and they are missing, the loss must do without.) limits, seed:
     for a loss that chooses tokens out of the mini-batch. first_log_probs: [N, R] on the device; if
-    given it is filled with this pass's log-probs.
+    given it is filled with this pass's log-probs. step_bound: of `actor.max_step_kl`, which needs them too.
     """
 
     config: Mapping[str, Any]
@@ -103,6 +104,7 @@ class PolicyObjective:
     limits: MicroBatchLimits
     seed: int
     first_log_probs: Tensor | None = None
+    step_bound: StepBound | None = None
 
     def __post_init__(self) -> None:
         select = loss_traits(self.config["policy_loss"]["loss_mode"]).select
@@ -121,6 +123,8 @@ class PolicyObjective:
         log_prob, entropy = micro_batch.unpack(outputs[0]), micro_batch.unpack(outputs[1])
         if self.first_log_probs is not None and len(micro_batch.cells):
             self.first_log_probs[to_device(micro_batch.rows, log_prob.device)] = log_prob.detach()
+        if self.step_bound is not None and len(micro_batch.cells):
+            self.step_bound.note(to_device(micro_batch.rows, log_prob.device), log_prob)
         old_log_prob = self._rows_if_there("old_log_probs", micro_batch)
         if self.on_policy:
             old_log_prob = log_prob.detach()
@@ -279,6 +283,16 @@ class DataParallelPPOActor:
 
         def objective_of(mini_batch: MiniBatch) -> PolicyObjective:
             is_first = mini_batch.number == 0
+            bound: StepBound | None = None
+            if self.config["max_step_kl"] is not None:
+                bound = StepBound(
+                    self.config["max_step_kl"],
+                    self.engine,
+                    batch,
+                    mini_batch.rows,
+                    self.limits,
+                    self.temperature,
+                )
             return PolicyObjective(
                 config=self.config,
                 engine=self.engine,
@@ -291,6 +305,7 @@ class DataParallelPPOActor:
                 limits=self.limits,
                 seed=(self.seed * 1_000_003 + self.engine.num_training_steps) * 1_009 + mini_batch.number,
                 first_log_probs=first_log_probs if is_first else None,
+                step_bound=bound,
             )
 
         metrics = self.loop.run(data, batch, objective_of)

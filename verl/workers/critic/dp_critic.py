@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -55,6 +55,7 @@ class DataParallelPPOCritic:
 class ValueObjective:
     """The critic's loss of one mini-batch; an `Objective` of the update loop. config: the `critic` block."""
 
+    step_bound: ClassVar[None] = None  # its steps have no limit
     config: Mapping[str, Any]
     engine: Engine
     batch: Mapping[str, Tensor]

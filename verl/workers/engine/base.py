@@ -112,6 +112,17 @@ class Engine(ABC):
         with `discard` (which must be the same in all processes).
         """
 
+    @abstractmethod
+    def trained_weights(self) -> list[Tensor]:
+        """Return the tensors that the optimizer changes in this process: its share of the trained weights.
+
+        What is written into them reaches the model's passes with `publish_trained_weights`.
+        """
+
+    @abstractmethod
+    def publish_trained_weights(self) -> None:
+        """Bring what was written into `trained_weights` to every process that computes with it."""
+
     @property
     def lr(self) -> float:
         """Learning rate of the coming update."""

@@ -164,6 +164,22 @@ class Objective(Protocol):
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share: ...
 
+    @property
+    def step_bound(self) -> StepLimit | None:
+        """What limits the optimizer step, None for an objective without such a limit."""
+        ...
+
+
+class StepLimit(Protocol):
+    """A limit on one optimizer step; `StepBound` of the actor is one."""
+
+    def keep_weights(self) -> None:
+        """Be told that the optimizer step comes now."""
+
+    def shorten(self) -> dict[str, float]:
+        """Shorten the step that was made, where it is too long; return metrics."""
+        ...
+
 
 class UpdateLoop:
     """Makes the optimizer steps of a training step.
@@ -218,7 +234,12 @@ class UpdateLoop:
                     self._count_skipped(lambda: "no trajectory of the mini-batch has a token to learn from")
                     continue
                 is_finite = math.isfinite(metrics.pop("loss"))
+                bound = objective.step_bound
+                if bound is not None:
+                    bound.keep_weights()
                 metrics[f"{self.name}/grad_norm"], applied = engine.step(discard=not is_finite)
+                if applied and bound is not None:
+                    metrics |= bound.shorten()
                 if applied:
                     self.num_skipped_in_a_row = 0
                     for name, value in metrics.items():

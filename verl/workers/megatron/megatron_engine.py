@@ -121,6 +121,14 @@ class MegatronEngine(Engine):
         self.weights_version += applied
         return norm, applied
 
+    def trained_weights(self) -> list[Tensor]:
+        assert self.optimizer is not None
+        return self.optimizer.shards()
+
+    def publish_trained_weights(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.publish_shards()
+
     @property
     def peers(self) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = mpu.get_data_parallel_group()

@@ -73,6 +73,17 @@ class ShardedAdamW:
             distributed_optimizer_instance_id=0,
         )
 
+    def shards(self) -> list[Tensor]:
+        """Return the fp32 main weights that this process updates, one flat tensor for each parameter's share."""
+        return [shard.detach() for shard in self._shards()]
+
+    @torch.no_grad()
+    def publish_shards(self) -> None:
+        """Copy the main weights into the model's parameters, and exchange them with the other processes."""
+        with cpu_support.cuda_names(self.device):
+            self._optimizer._copy_main_params_to_model_params()
+            self.model.start_param_sync()
+
     def _shards(self) -> Iterator[Tensor]:
         for group in self.inner.param_groups:
             yield from group["params"]

@@ -1,0 +1,127 @@
+"""A bound on how far one optimizer step may move the policy (`actor.max_step_kl`).
+
+    log-probs of the step's own passes ------------------+
+    weights --copy--> before                             v
+    weights --optimizer step--> after --pass over some rows--> distance d
+                                  d <= bound: keep `after`
+                                  d >  bound: before + share * (after - before), measured again
+
+An adaptive optimizer takes a step of about one size whatever the gradient's size, and a few rows can decide its
+direction. One such step can unlearn a behaviour that nothing in the batch speaks for any more. The bound is that
+of trust-region methods (TRPO, Schulman et al. 2015, arXiv:1502.05477: a line search under a bound on the KL); the
+direction stays the optimizer's.
+
+The distance is half the mean squared change of the log-probs of sampled tokens: to second order the KL from the
+policy that sampled them to the new one (estimator k2 of http://joschu.net/blog/kl-approx.html). A change of either
+sign counts alike, and no single token that has become likely decides it, as it would in the estimator k3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from verl.workers.engine.base import Engine
+from verl.workers.engine.update_loop import MicroBatchLimits, infer_rows
+
+MEASURED_SHARE = 8  # one in this many rows of a mini-batch is measured
+FEWEST_ROWS = 16  # but at least so many, over all replicas, where there are
+SAFETY = 0.9  # the distance grows about as the square of the step, not exactly
+SMALLEST_CUT = 0.1  # of the step, in one try
+MOST_TRIES = 5
+
+
+class StepBound:
+    """The bound on one optimizer step; made before its passes, and asked after the step.
+
+    Args:
+        max_kl: largest distance, in nats per sampled token.
+        engine: this rank's share of the policy.
+        batch: this rank's columns, [N, R] where they are per token. rows: those of the mini-batch.
+        limits: micro-batches of a pass. temperature: the one that was sampled with.
+    """
+
+    def __init__(
+        self,
+        max_kl: float,
+        engine: Engine,
+        batch: Mapping[str, Tensor],
+        rows: Sequence[int],
+        limits: MicroBatchLimits,
+        temperature: float,
+    ) -> None:
+        self.max_kl = max_kl
+        self.engine = engine
+        self.batch = batch
+        self.limits = limits
+        self.options = {"temperature": temperature, "with_entropy": False}
+        self.rows = measured_rows(batch["response_mask"], rows, engine.data.size)
+        self._before: list[Tensor] = []
+        self._log_probs = torch.zeros(batch["response_mask"].shape, device=engine.device)
+
+    def note(self, rows: Tensor, log_probs: Tensor) -> None:
+        """Take the log-probs [len(rows), R] that a pass of the step has computed for rows of the batch."""
+        self._log_probs[rows] = log_probs.detach().float()
+
+    @torch.no_grad()
+    def keep_weights(self) -> None:
+        """Copy this process's share of the weights, just before the optimizer changes them."""
+        self._before = [weight.clone() for weight in self.engine.trained_weights()]
+
+    def shorten(self) -> dict[str, float]:
+        """Bring the weights within the bound, after the optimizer's step.
+
+        Return the metrics: the distance of the optimizer's own step (`actor/step_kl`) and the share of it that
+        was made (`actor/step_share`).
+        """
+        first = distance = self._distance()
+        share = 1.0
+        for _ in range(MOST_TRIES):
+            if distance <= self.max_kl:
+                break
+            factor = shorter_by(distance, self.max_kl)
+            self._move_back(factor)
+            share *= factor
+            distance = self._distance()
+        self._before = []
+        return {"actor/step_kl": first, "actor/step_share": share}
+
+    def _distance(self) -> float:
+        """Return the distance to the policy before the step, the same number on every rank."""
+        mask = self.batch["response_mask"][self.rows].bool()
+        new = infer_rows(self.batch, self.rows, self.engine, self.limits, self.options)[0][self.rows]
+        change = (new - self._log_probs[self.rows].cpu())[mask].double()
+        total, count = self.engine.reduce([float(change.square().sum()) / 2, float(len(change))], "sum")
+        return total / max(count, 1.0)
+
+    @torch.no_grad()
+    def _move_back(self, factor: float) -> None:
+        """Scale the difference from the weights before the step by `factor`."""
+        for weight, before in zip(self.engine.trained_weights(), self._before, strict=True):
+            weight.copy_(before + factor * (weight - before))
+        self.engine.publish_trained_weights()
+
+
+def measured_rows(response_mask: Tensor, rows: Sequence[int], num_replicas: int) -> list[int]:
+    """Return the rows of a mini-batch that the distance is measured on: evenly spaced ones with sampled tokens.
+
+    Rows without a gradient are among them: what a step does to them is what nobody else looks at.
+    """
+    sampled = [row for row in rows if bool(response_mask[row].any())]
+    count = max(-(-len(sampled) // MEASURED_SHARE), -(-FEWEST_ROWS // num_replicas))
+    if count >= len(sampled):
+        return sampled
+    return [sampled[number * len(sampled) // count] for number in range(count)]
+
+
+def shorter_by(distance: float, max_kl: float) -> float:
+    """Return the factor by which a step is shortened whose distance is `distance`, larger than `max_kl`.
+
+    A distance grows about as the square of a short step. One that is infinite or NaN gives the smallest factor.
+    """
+    if not math.isfinite(distance):
+        return SMALLEST_CUT
+    return max(SMALLEST_CUT, SAFETY * math.sqrt(max_kl / distance))
