@@ -46,6 +46,18 @@ def gib_of(load: DeviceLoad, name: str) -> float:
     return max(load.items[name].values()) / GIB
 
 
+def test_a_bound_on_the_step_takes_a_copy_of_the_weights_that_is_there_when_activations_are_gone(models):
+    eight, small = "trainer.n_gpus_per_node=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"
+    short = "data.max_prompt_length=256", "data.max_start_length=128"
+    (without,) = plan_of(models["7B"], "grpo", eight, small, *short)[0].loads
+    (bounded,) = plan_of(models["7B"], "grpo", eight, small, *short, f"{ACTOR}.max_step_kl=0.01")[0].loads
+    name = "actor: copy of the weights before a step"
+    assert name not in without.items
+    activations = gib_of(bounded, "actor: activations") + gib_of(bounded, "actor: chunk of logits")
+    assert gib_of(bounded, name) <= 4 * SEVEN / 8 / GIB
+    assert gib_of(bounded, name) + activations >= 4 * SEVEN / 8 / GIB * 0.999
+
+
 def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
     plan, lines = plan_of(models["7B"], "gae", "trainer.n_gpus_per_node=8")
     assert plan.fits and lines[-1].startswith("fits: each of the 8 GPUs has ")

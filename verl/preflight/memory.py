@@ -154,6 +154,7 @@ class Held:
     in_flight: int = 1  # micro-batches whose activations it keeps at once
     tensor: int = 1  # processes that share the width of each layer
     keeps_gradients: bool = False  # their buffers stay between updates (optimizer_offload frees them)
+    before_a_step: int = 0  # copy of the trained weights from before a step (actor.max_step_kl)
 
 
 def hold(
@@ -189,6 +190,7 @@ def hold(
         kept=0 if alone or waiting or not is_trained else reduce * size.root,
         gathered_root=0 if alone else compute * size.root,
         autocasts=compute == 2,
+        before_a_step=-(-trained * width // shard),
     )
 
 
@@ -203,15 +205,17 @@ def _hold_on_megatron(
     here += (size.root - size.embedding) * is_last
     here += size.embedding * (is_last and stage > 0 and size.ties_embeddings)
     here = -(-here // layout.tensor)
+    own_shard = -(-here // (layout.replicas * layout.context))
     return Held(
         weights=here * compute,
         gradients=(4 if reduce == 4 else compute) * here * is_trained,
-        optimizer=-(-here // (layout.replicas * layout.context)) * (12 if compute < 4 else 8) * is_trained,
+        optimizer=own_shard * (12 if compute < 4 else 8) * is_trained,
         num_layers=layers,
         has_head=size.has_vocab_head and is_last,
         in_flight=layout.pipeline - stage,
         tensor=layout.tensor,
         keeps_gradients=is_trained,
+        before_a_step=own_shard * 4 * is_trained,
     )
 
 

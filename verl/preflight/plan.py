@@ -259,6 +259,10 @@ class Plan:
             load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
             load.add(f"{owner}: activations", [phase], activations)
             load.add(f"{owner}: chunk of logits", [phase], head)
+            if is_update and owner == "actor" and self.config.actor_rollout_ref.actor.max_step_kl is not None:
+                # There from the end of the passes on, when their activations are gone.
+                beyond = max(0, held.before_a_step - activations - head)
+                load.add(f"{owner}: copy of the weights before a step", [phase], beyond)
         if self.on_cuda:
             state = held.optimizer * offloads_state
             return held.weights * (not offloads), held.weights * offloads + state, held.optimizer - state

@@ -84,8 +84,23 @@ def two_steps(model_path, rank=0, world_size=1):
     return {name: tensor.clone() for name, tensor in factory.engine.weights()}
 
 
+def bounded_steps(model_path, rank=0, world_size=1):
+    """(metrics, whole weights) after two optimizer steps that a bound shortens: with weights gathered
+    for each pass, and with weights that stay gathered.
+    """
+    results = []
+    for reshards in ("true", "false"):
+        kept = f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshards}"
+        factory = ActorFactory(model_path, world_size, kept)
+        actor = factory.actor(SPLITS["rows of 1"], max_step_kl=0.01, ppo_epochs=2)
+        metrics = actor.update_policy(rows_of(rank, world_size))
+        results.append((metrics, {name: tensor.clone() for name, tensor in factory.engine.weights()}))
+    return results
+
+
 def rank_main(rank, world_size, model_path, out):
     results = {"updates": updates(model_path, rank, world_size)}
+    results["bounded"] = bounded_steps(model_path, rank, world_size)
     results["two steps"] = two_steps(model_path, rank, world_size)
     results["spoilt"] = spoilt_updates(model_path, rank, world_size)
     torch.save(results, out / f"rank{rank}.pt")

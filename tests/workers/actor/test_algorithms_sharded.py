@@ -48,3 +48,16 @@ def test_passes_without_a_gradient_see_the_weights_of_the_step_before(two, model
     for results in two:
         for name, tensor in results["two steps"].items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2e-4)
+
+
+def test_a_bound_on_the_step_shortens_it_alike_on_two_processes_and_on_one(two, model_path):
+    expected = algorithm_ranks.bounded_steps(model_path)
+    for results in two:
+        for (metrics, weights), (one_metrics, one_weights) in zip(results["bounded"], expected, strict=True):
+            assert 0 < metrics["actor/step_share"] < 1 and metrics["actor/step_kl"] > 0.01
+            names = "actor/step_share", "actor/step_kl"
+            assert [metrics[name] for name in names] == pytest.approx(
+                [one_metrics[name] for name in names], rel=1e-3
+            )
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, one_weights[name], rtol=1e-3, atol=2e-4)

@@ -1,4 +1,4 @@
-"""The bound on an optimizer step: it is held, along the step's own direction, and costs nothing when it is off."""
+"""The bound on an optimizer step is held along the step's own direction."""
 
 import math
 

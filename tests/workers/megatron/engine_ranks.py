@@ -25,6 +25,7 @@ COMMON = [
     "critic.ppo_micro_batch_size_per_gpu=3",
     "critic.optim.lr=0.01",
     "actor_rollout_ref.actor.grad_clip=0.5",
+    "actor_rollout_ref.actor.max_step_kl=0.01",  # shortens each of these steps
     "actor_rollout_ref.actor.optim.warmup_style=cosine",
 ]
 

@@ -6,14 +6,15 @@
                                   d <= bound: keep `after`
                                   d >  bound: before + share * (after - before), measured again
 
-An adaptive optimizer takes a step of about one size whatever the gradient's size, and a few rows can decide its
-direction. One such step can unlearn a behaviour that nothing in the batch speaks for any more. The bound is that
-of trust-region methods (TRPO, Schulman et al. 2015, arXiv:1502.05477: a line search under a bound on the KL); the
-direction stays the optimizer's.
+An adaptive optimizer takes a step of about one size whatever the gradient's size, and a few rows can decide
+its direction. One such step can unlearn a behaviour that nothing in the batch speaks for. The bound is that
+of trust-region methods (TRPO, Schulman et al. 2015, arXiv:1502.05477: a line search under a bound on the
+KL); the direction stays the optimizer's.
 
-The distance is half the mean squared change of the log-probs of sampled tokens: to second order the KL from the
-policy that sampled them to the new one (estimator k2 of http://joschu.net/blog/kl-approx.html). A change of either
-sign counts alike, and no single token that has become likely decides it, as it would in the estimator k3.
+The distance is half the mean squared change of the log-probs of sampled tokens: to second order the KL from
+the policy that sampled them to the new one (the estimator k2 of http://joschu.net/blog/kl-approx.html). A
+change of either sign counts alike, and a single token that has become likely does not decide it, as it does
+in k3.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class StepBound:
     def shorten(self) -> dict[str, float]:
         """Bring the weights within the bound, after the optimizer's step.
 
-        Return the metrics: the distance of the optimizer's own step (`actor/step_kl`) and the share of it that
-        was made (`actor/step_share`).
+        Return the metrics: the distance of the optimizer's own step (`actor/step_kl`), and the share of that
+        step that was made (`actor/step_share`).
         """
         first = distance = self._distance()
         share = 1.0
@@ -106,7 +107,7 @@ class StepBound:
 
 
 def measured_rows(response_mask: Tensor, rows: Sequence[int], num_replicas: int) -> list[int]:
-    """Return the rows of a mini-batch that the distance is measured on: evenly spaced ones with sampled tokens.
+    """Return the rows of a mini-batch that the distance is measured on: evenly spaced, with sampled tokens.
 
     Rows without a gradient are among them: what a step does to them is what nobody else looks at.
     """
@@ -120,7 +121,7 @@ def measured_rows(response_mask: Tensor, rows: Sequence[int], num_replicas: int)
 def shorter_by(distance: float, max_kl: float) -> float:
     """Return the factor by which a step is shortened whose distance is `distance`, larger than `max_kl`.
 
-    A distance grows about as the square of a short step. One that is infinite or NaN gives the smallest factor.
+    A distance grows about as the square of a short step. One that is not finite gives the smallest factor.
     """
     if not math.isfinite(distance):
         return SMALLEST_CUT

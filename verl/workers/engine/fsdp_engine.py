@@ -255,7 +255,7 @@ class TrainEngine(Engine):
     def trained_weights(self) -> list[Tensor]:
         assert self.optimizer is not None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in parameters]
+        return [p.to_local().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
 
     def publish_trained_weights(self) -> None:
         """Free weights that were gathered before: the next pass gathers them again."""

@@ -74,7 +74,7 @@ class ShardedAdamW:
         )
 
     def shards(self) -> list[Tensor]:
-        """Return the fp32 main weights that this process updates, one flat tensor for each parameter's share."""
+        """Return the fp32 main weights that this process updates: flat tensors, one for each parameter."""
         return [shard.detach() for shard in self._shards()]
 
     @torch.no_grad()
