@@ -27,7 +27,7 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import environment_metrics, environment_of
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
-from verl.trainer.ppo.scoring import values_named
+from verl.trainer.ppo.scoring import solved_rows, solved_share, values_named
 from verl.utils.dataset.mixture import Mixture
 from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset
 from verl.verifiers.registry import verifier_metrics
@@ -219,6 +219,7 @@ class TrajectoryCollector:
     ) -> tuple[DataProto, dict[str, float]]:
         """The rows that the step learns from, and metrics of all that it generated. seconds: that took; None:
         it was made ahead. version: that is trained (None: the newest that sampled). RunStopped: nothing is.
+        With thrift the batch's meta_info has the `solved_share` of all that the step generated.
         """
         batch, chosen = self._batch, self._chosen
         metrics = self._metrics(seconds)
@@ -234,6 +235,10 @@ class TrajectoryCollector:
         first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
         ages = [0 if version is None else newest - version for version in first]
         metrics |= {"rollout/staleness/mean": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
+        if self.config.algorithm.thrift:
+            share = solved_share(self._batch)
+            batch.meta_info["solved_share"] = share
+            metrics["thrift/guard"] = share
         self._rounds, self._batch = [], DataProto(None)
         return batch, metrics
 
@@ -292,7 +297,8 @@ class TrajectoryCollector:
         metrics |= self.sampler.metrics()
         if isinstance(self.dataset, Mixture):
             sources = dict(zip(uids, columns["source"], strict=True))
-            metrics |= self.dataset.metrics(sources, _scores_by(batch, "uid", usable))
+            unsolved = set(uids[usable & ~solved_rows(batch)])
+            metrics |= self.dataset.metrics(sources, _scores_by(batch, "uid", usable), unsolved)
         metrics |= verifier_metrics(columns["verdicts"].tolist())
         if usable.any():
             extra = columns["reward_extra"][usable]
