@@ -43,6 +43,8 @@ Table of batch keys (N rows, P prompt width, R response width)
       extra_info dict | index int (row of the data set) | trajectory dict (turns, searches, how it ended) |
       em, f1 float (exact match, token F1) | reward_extra dict (all that the reward function returned) |
       continuation dict or None (input of generation: what a trajectory kept from the step before has)
+    meta_info
+      solved_share float (with algorithm.thrift: of all rows that the step generated and that may search)
 
 Worked example: the prompt is [5, 6], the policy writes [7, 8], the search engine's answer is [9], the policy
 ends with [2]; P = 3 and R = 5.

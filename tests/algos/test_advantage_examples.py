@@ -84,29 +84,36 @@ def test_reinforce_plus_plus_baseline_whitens_over_tokens():
 
 
 @pytest.mark.parametrize(
-    ("scores", "searches", "wanted"),
+    ("solved", "searches", "wanted"),
     [
         ([1, 1, 1, 1], [1, 2, 2, 2], [1.5, 0, 0, 0]),
-        ([1, 1, 1, 1, 0, 0], [1, 2, 2, 2, 0, 3], [1.5 * 4 / 9, 0, 0, 0, 0, 0]),  # wrong ones are not compared
-        ([1, 1, 0.5, 0], [3, 1, 0, 0], [0, 0.5**0.5 * 0.625**2, 0, 0]),  # nor those that are half right
+        ([1, 1, 1, 1, 0, 0], [1, 2, 2, 2, 0, 3], [1.5, 0, 0, 0, 0, 0]),  # wrong ones are not compared
+        ([1, 1, 0, 0], [3, 1, 0, 0], [0, 0.5**0.5, 0, 0]),
         ([1, 1, 1, 0], [2, 2, 2, 1], [0, 0, 0, 0]),
         ([1, 0, 0, 0], [1, 2, 2, 2], [0, 0, 0, 0]),
-        ([0, 0, -1, -1], [1, 2, 1, 2], [0, 0, 0, 0]),
+        ([0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 0]),
         ([1, 1, 1, None], [1, 2, 2, 0], [2 / 3 / (1 / 3) ** 0.5, 0, 0, 0]),  # left out of the batch
     ],
 )
-def test_thrift_is_a_shorter_way_than_the_others_of_a_group_took_to_a_right_answer(scores, searches, wanted):
-    taken = torch.tensor([score is not None for score in scores])
-    values = torch.tensor([math.nan if score is None else float(score) for score in scores])
-    groups = Groups.of(["a"] * len(scores), taken)
-    thrift = thrift_advantages(values, torch.tensor(searches), groups)
+def test_thrift_is_a_shorter_way_than_the_others_of_a_group_took_to_a_right_answer(solved, searches, wanted):
+    taken = torch.tensor([is_solved is not None for is_solved in solved])
+    right = torch.tensor([is_solved is None or bool(is_solved) for is_solved in solved])
+    groups = Groups.of(["a"] * len(solved), taken)
+    thrift = thrift_advantages(right, torch.tensor(searches), groups, 1.0)
     assert thrift.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_thrift_compares_rows_of_one_group_and_no_others():
+    groups = Groups.of("abab", torch.ones(4, dtype=torch.bool))
+    thrift = thrift_advantages(torch.ones(4, dtype=torch.bool), torch.tensor([1, 5, 2, 5]), groups, 1.0)
+    assert thrift.tolist() == pytest.approx([0.5**0.5, 0, 0, 0], abs=1e-5)
 
 
 def test_thrift_hardly_counts_as_long_as_few_questions_are_answered():
     groups = Groups.of("aaaabbbbcccc", torch.ones(12, dtype=torch.bool))
     searches = torch.tensor([1, 2, 2, 2] * 3)
-    one_in_three = thrift_advantages(torch.tensor([1.0] * 4 + [0.0] * 8), searches, groups)
+    solved = torch.tensor([True] * 4 + [False] * 8)
+    one_in_three = thrift_advantages(solved, searches, groups, 1 / 3)
     assert one_in_three.tolist() == pytest.approx([1.5 / 9] + [0.0] * 11, abs=1e-5)
 
 

@@ -154,6 +154,21 @@ def test_a_rejected_token_leaves_the_mask_after_the_advantages_and_what_was_samp
     assert torch.equal(data.tensors["sampled_mask"], sampled)
 
 
+def test_stale_tokens_leave_the_mask_with_those_that_are_rejected():
+    stale = torch.tensor([[True, True, False], [False, False, False]])
+    data = two_rows(stale_mask=stale)
+    algos.take_out_rejected(data)
+    assert data.tensors["response_mask"].tolist() == [[0, 0, 1], [1, 0, 1]]
+    assert data.tensors["sampled_mask"].tolist() == [[1, 1, 1], [1, 0, 1]]
+    assert "stale_mask" not in data.tensors
+
+    data = two_rows(stale_mask=stale)
+    algos.apply_rollout_correction(data, OFF | {"rollout_rs": "token", "rollout_rs_threshold": 2.5})
+    algos.take_out_rejected(data)
+    assert data.tensors["response_mask"].tolist() == [[0, 0, 1], [0, 0, 1]]
+    assert data.tensors["response_mask"].dtype == torch.int64
+
+
 def two_rows(**columns):
     """Row 0 agrees; row 1 has one token 3 times as likely and one 2 times less likely with the trainer."""
     d = torch.tensor([[0.0, 0.0, 0.0], [1.0986123, 0.0, -0.6931472]])

@@ -209,24 +209,28 @@ def compute_gdpo_outcome_advantage(
     return spread((total - mean) / (std + epsilon), mask, torch.float32)
 
 
-def thrift_advantages(scores: Tensor, num_searches: Tensor, groups: Groups, epsilon: float = 1e-6) -> Tensor:
-    """[N] float64: what a right answer gets for having searched less than the others to its question.
+def thrift_advantages(
+    solved: Tensor, num_searches: Tensor, groups: Groups, solved_share: float, epsilon: float = 1e-6
+) -> Tensor:
+    """Return what a right answer gets for fewer searches than the others to its question, [N] float64.
 
-    Right are the rows with the best score of their group, if it is above 0. Among them
-    A = max(0, (mean - searches) / (std + epsilon)), times the square of the batch's mean score (in [0, 1]);
-    all other rows have 0. So a short way to an answer counts the same whether or not other rows of the group
-    are wrong; no right answer is punished; and hardly anything counts as long as few questions are answered,
-    when nobody knows yet which searches are too many.
+    Among the solved rows of a group A = max(0, (mean - searches) / (std + epsilon)), times the square of
+    `solved_share`; all other rows have 0. So a short way to an answer counts the same whether or not other
+    rows of the group are wrong; no right answer is punished; a group without a right answer has 0, whatever
+    its scores are; and hardly anything counts as long as few questions are answered, when nobody knows yet
+    which searches are too many.
 
-    Compared among right answers alone as in Arora and Zanette 2025 (arXiv:2502.04463), who compare lengths
-    and put it into the reward. There the group's standard deviation divides it once more.
+    Arora and Zanette 2025 (arXiv:2502.04463) compare among right answers alone, too. They compare lengths and
+    put the comparison into the reward, where the group's standard deviation divides it once more.
 
-    scores: [N] outcome. num_searches: [N].
+    Args:
+        solved: [N] bool, whether the row is right. A score does not say it: it may be for a format.
+        num_searches: [N] int.
+        groups: the rows of one question, without those that are not learnt from.
+        solved_share: in [0, 1], of all rows that may search and that the step generated, those that are not
+            in `groups` too.
     """
-    best = groups.max(scores)
-    right = Groups(groups.ids, groups.taken & (scores == best) & (best > 0))
+    right = Groups(groups.ids, groups.taken & solved)
     searches = num_searches.double()
     fewer = (right.mean(searches) - searches) / (right.std(searches) + epsilon)
-    everywhere = Groups(torch.zeros_like(groups.ids), groups.taken)
-    share = everywhere.mean(scores).clamp(0.0, 1.0).square()
-    return torch.where(right.taken, fewer.clamp(min=0.0) * share, 0.0)
+    return torch.where(right.taken, fewer.clamp(min=0.0) * solved_share**2, 0.0)

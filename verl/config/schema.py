@@ -44,9 +44,11 @@ from verl.config.policy import (
 class PoolsConfig(Block):
     """Which prompts a step draws."""
 
-    enable: bool = key(False, "draw a step's prompts by how often the policy solved them when last asked")
-    easy_share: Share = key(0.1, "of a step's prompts, drawn from those whose group was solved every time")
-    hard_share: Share = key(0.1, "the same, never solved; the rest is solved at times or not yet measured")
+    enable: bool = key(False, "draw a step's prompts by the mean score of their group when last asked")
+    easy_share: Share = key(
+        0.1, "of a step's prompts, drawn from those whose group had a mean score of 1 or more"
+    )
+    hard_share: Share = key(0.1, "the same, of 0 or less; the rest lies between or is not yet measured")
     easy_threshold: ClassVar[float] = 1.0  # easy from this mean score of the group up
     hard_threshold: ClassVar[float] = 0.0  # hard from this one down
 
@@ -171,7 +173,9 @@ class FilterGroups(Block):
     enable: bool = key(False, "leave out prompts whose trajectories all have the same reward (DAPO)")
     metric: str | None = key(None, "must differ: seq_reward, acc (exact match), or the reward function's")
     max_num_gen_batches: Whole = key(10, "most rounds of generation in a step (1: train fewer; 0: no limit)")
-    retire_solved: Share | None = key(None, "prompts whose group had this mean score are not asked again")
+    retire_solved: Share | None = key(
+        None, "with this mean score (thrift: and no search to save) a prompt retires"
+    )
 
     @property
     def refill(self) -> bool:

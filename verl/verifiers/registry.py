@@ -131,7 +131,8 @@ def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
 @dataclass(frozen=True)
 class Result:
     """score: the sum of weight * score, or None where a verifier of some weight has no verdict. verdicts: one
-    plain dictionary for each verifier: name, score, weight, cost, timed_out, detail.
+    plain dictionary for each verifier: name, score, weight, full_score (the most that weight * score can be),
+    cost, timed_out, detail.
     """
 
     score: float | None
@@ -214,7 +215,9 @@ class Verifiers:
                 else:
                     score = min(max(float(score), verifier.low), verifier.high)
                     total = None if total is None else total + each.weight * score
-                report.append({**vars(verdict), "name": verifier.name, "weight": each.weight, "score": score})
+                full_score = max(each.weight * verifier.low, each.weight * verifier.high)
+                named = {"name": verifier.name, "weight": each.weight, "full_score": full_score}
+                report.append({**vars(verdict), **named, "score": score})
             results.append(Result(total, report))
         return results
 

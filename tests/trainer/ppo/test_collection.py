@@ -30,13 +30,17 @@ class World:
     """Prompt i is the token i; the members of its group score `scores[i]`, in order.
 
     `reasons[i]`: how their trajectories end, in order; "answer" where nothing is said. A "kept" one answers
-    when it goes on.
+    when it goes on. `searches[i]`: how often they search, in order; never where nothing is said.
     """
 
     def __init__(
-        self, scores: list[list[float]], *settings: str, reasons: dict[int, list[str]] | None = None
+        self,
+        scores: list[list[float]],
+        *settings: str,
+        reasons: dict[int, list[str]] | None = None,
+        searches: dict[int, list[int]] | None = None,
     ):
-        self.scores, self.reasons = scores, reasons or {}
+        self.scores, self.reasons, self.searches = scores, reasons or {}, searches or {}
         self.config = config_with(
             "algorithm.adv_estimator=grpo",
             "data.train_batch_size=4",
@@ -44,7 +48,7 @@ class World:
             "data.shuffle_train_dataloader=false",
             *settings,
         )
-        order = (len(scores), 4, False, 0)
+        order = (len(scores), 4, False, 0, self.config.algorithm.filter_groups.retire_solved)
         pools = self.config.data.difficulty_pools
         self.sampler = DifficultyPools(pools, *order) if pools.enable else PromptSampler(*order)
         self.said: list[str] = []
@@ -96,8 +100,9 @@ class World:
             reason = reasons[member[uid]] if member[uid] < len(reasons) else "answer"
             if reason == "search_failed":
                 mask[row] = 0
+            num_searches = self.searches[ids[0]][member[uid]] if ids[0] in self.searches else 0
             records.append(
-                {"finish_reason": reason, "turns": [], "num_searches": 0, "member": member[uid]}
+                {"finish_reason": reason, "turns": [], "num_searches": num_searches, "member": member[uid]}
                 | {"version_first": 0, "version_last": 0, "num_begun": 0}
             )
             member[uid] += 1
@@ -252,3 +257,55 @@ def test_rule_10_pools_hear_of_every_round_and_survive_a_restart(tmp_path):
     for step in (2, 3, 4):
         assert prompts_of(world.collect(step)[0]) == prompts_of(resumed.collect(step)[0])
         assert world.prompts_asked() == resumed.prompts_asked()
+
+
+def test_a_row_without_a_sampled_token_counts_in_no_solve_rate():
+    """The reward function scores the prompts' second rows, too, which came to nothing."""
+    reasons = {0: ["answer", "search_failed"], 1: ["search_failed", "answer"], 2: ["search_failed"] * 2}
+    world = World([MIXED, MIXED, SOLVED, MIXED], "data.difficulty_pools.enable=true", reasons=reasons)
+    world.collect()
+    rates = world.sampler.solve_rates  # type: ignore[attr-defined]
+    assert rates[[0, 1, 3]].tolist() == [1, 0, 0.5] and np.isnan(rates[2])
+
+
+THRIFT, ONE_ROUND = "algorithm.thrift=1", "algorithm.filter_groups.max_num_gen_batches=1"
+WASTE = {0: [1, 2], 1: [2, 2], 2: [1, 2], 3: [1, 2]}  # searches of prompts
+
+
+def test_with_thrift_a_group_of_right_answers_that_differ_in_searches_is_informative():
+    for settings, chosen in (([], [3]), ([THRIFT], [0, 3])):
+        world = World([SOLVED, SOLVED, FAILED, MIXED], FILTER, ONE_ROUND, *settings, searches=WASTE)
+        batch, metrics = world.collect()
+        assert prompts_of(batch) == chosen
+        assert metrics["filter/groups_left_out"] == 4 - len(chosen)
+
+
+def test_with_thrift_only_right_answers_that_are_left_make_a_group_informative():
+    """The second answer to the first prompt, after other searches, was cut: nothing is to be compared."""
+    settings = (FILTER, ONE_ROUND, THRIFT, "algorithm.overlong_filter=true")
+    world = World([SOLVED, SOLVED, FAILED, MIXED], *settings, searches=WASTE, reasons={0: ["eos", "length"]})
+    assert prompts_of(world.collect()[0]) == [3]
+
+
+@pytest.mark.parametrize("pools", ["false", "true"])
+def test_with_thrift_a_prompt_is_not_retired_while_its_right_answers_differ_in_searches(pools):
+    retire = ("algorithm.filter_groups.retire_solved=0.5", f"data.difficulty_pools.enable={pools}")
+    for settings, retired in (([], {0, 1, 3}), ([THRIFT], {1, 3})):
+        world = World([SOLVED, SOLVED, FAILED, MIXED] * 3, *retire, *settings, searches=WASTE)
+        _, metrics = world.collect()
+        assert world.sampler.retired == retired and metrics["filter/retired"] == len(retired)
+
+
+def test_thrift_counts_by_the_share_of_all_that_was_generated_whatever_the_filter_leaves():
+    """Of the 12 rows with a token 6 are right; of the 6 that the filter leaves 4 are."""
+    scores = [SOLVED, SOLVED, FAILED, MIXED, FAILED, MIXED, FAILED, FAILED]
+    searches = {0: [1, 2], 5: [3, 1]}
+    world = World(
+        scores, FILTER, "algorithm.filter_groups.max_num_gen_batches=2", THRIFT, searches=searches,
+        reasons={6: ["search_failed"] * 2, 7: ["search_failed"] * 2},
+    )  # fmt: skip
+    batch, metrics = world.collect()
+    assert prompts_of(batch) == [0, 3, 5]
+    assert metrics["thrift/guard"] == batch.meta_info["solved_share"] == pytest.approx(6 / 12)
+    plain = World(scores, searches=searches).collect()
+    assert "thrift/guard" not in plain[1] and "solved_share" not in plain[0].meta_info

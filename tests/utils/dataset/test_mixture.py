@@ -170,6 +170,26 @@ def test_a_solved_source_gives_its_share_to_the_others(files):
         sampler.take(6)
 
 
+@pytest.mark.parametrize("pools", ["false", "true"])
+def test_a_prompt_that_still_teaches_is_not_retired_in_any_source(files, pools):
+    settings = [f"data.difficulty_pools.enable={pools}", "algorithm.filter_groups.retire_solved=0.9"]
+    _, sampler = mixture_of(files[0], files[1], settings=settings)
+    sampler.record([0, 1, 90, 91], [1.0] * 4, {1, 91})
+    assert [each.retired for each in sampler.samplers.values()] == [{0}, {0}]
+    sampler.record([91], [1.0])
+    assert [each.retired for each in sampler.samplers.values()] == [{0}, {0, 1}]
+
+
+def test_a_source_is_solved_in_groups_of_which_every_answer_is(files):
+    rows, _ = mixture_of(files[0], files[1])
+    scores = {"u": [5.0, 0.0], "v": [0.8, 0.8], "w": [1.0, 1.0]}
+    metrics = rows.metrics({"u": "a", "v": "a", "w": "b", "lost": "b"}, scores, {"u"})
+    assert metrics == {
+        "data/a/share": 0.5, "data/a/score": pytest.approx(1.65), "data/a/solved": 0.5,
+        "data/b/share": 0.5, "data/b/score": 1.0, "data/b/solved": 1.0,
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_source_may_be_a_verifiers_environment(tmp_path, monkeypatch, files):
     verifiers = pytest.importorskip("verifiers")

@@ -27,7 +27,7 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import environment_metrics, environment_of
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
-from verl.trainer.ppo.scoring import values_named
+from verl.trainer.ppo.scoring import can_save_searches, solved_rows, solved_share, values_named
 from verl.utils.dataset.mixture import Mixture
 from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset
 from verl.verifiers.registry import verifier_metrics
@@ -137,11 +137,19 @@ class TrajectoryCollector:
             )
 
     def add(self, scored: DataProto) -> None:
-        """Takes the scored trajectories of a round."""
+        """Takes the scored trajectories of a round. With thrift a prompt teaches something, whatever its mean
+        score, while its right answers differ in searches.
+        """
         self._rounds.append(scored)
-        usable = usable_rows(scored, False, self.config.algorithm.overlong_filter)
+        algorithm = self.config.algorithm
+        usable = usable_rows(scored, False, algorithm.overlong_filter)
         scores = _scores_by(scored, "index", usable)  # the mean of each prompt's usable trajectories
-        self.sampler.record(list(map(int, scores)), [sum(group) / len(group) for group in scores.values()])
+        teaching = set[int]()
+        if algorithm.thrift:
+            can_save = can_save_searches(scored, usable)
+            teaching = {int(row) for row in scored.non_tensor_batch["index"][can_save]}
+        means = [sum(group) / len(group) for group in scores.values()]
+        self.sampler.record(list(map(int, scores)), means, teaching)
 
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
@@ -196,7 +204,9 @@ class TrajectoryCollector:
         return with_seeds(prompts, seeds, do_sample=do_sample, **sampling, **more)
 
     def _informative(self) -> np.ndarray:
-        """Usable rows of groups whose members differ (`algorithm.filter_groups`); [N] bool."""
+        """Usable rows of groups whose members differ (`algorithm.filter_groups`), or whose right answers
+        differ in searches, if that gives them an advantage (`algorithm.thrift`); [N] bool.
+        """
         algorithm, batch, keys = self.config.algorithm, self._batch, self.passes.reward_keys
         metric = algorithm.filter_groups.metric
         if not algorithm.filter_groups.enable:
@@ -210,7 +220,10 @@ class TrajectoryCollector:
             if metric == "acc" and "acc" not in batch.non_tensor_batch["reward_extra"][0]:
                 metric = "em"
             compared = values_named(batch, metric, "algorithm.filter_groups.metric")
-        return informative_rows(compared, batch.non_tensor_batch["uid"], self._usable)
+        informative = informative_rows(compared, batch.non_tensor_batch["uid"], self._usable)
+        if algorithm.thrift:
+            informative |= can_save_searches(batch, self._usable)
+        return informative
 
     # ----------------------------------------------------------------------------------- what is learnt
 
@@ -219,6 +232,7 @@ class TrajectoryCollector:
     ) -> tuple[DataProto, dict[str, float]]:
         """The rows that the step learns from, and metrics of all that it generated. seconds: that took; None:
         it was made ahead. version: that is trained (None: the newest that sampled). RunStopped: nothing is.
+        With thrift the batch's meta_info has the `solved_share` of all that the step generated.
         """
         batch, chosen = self._batch, self._chosen
         metrics = self._metrics(seconds)
@@ -234,6 +248,10 @@ class TrajectoryCollector:
         first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
         ages = [0 if version is None else newest - version for version in first]
         metrics |= {"rollout/staleness/mean": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
+        if self.config.algorithm.thrift:
+            share = solved_share(self._batch)
+            batch.meta_info["solved_share"] = share
+            metrics["thrift/guard"] = share
         self._rounds, self._batch = [], DataProto(None)
         return batch, metrics
 
@@ -292,7 +310,8 @@ class TrajectoryCollector:
         metrics |= self.sampler.metrics()
         if isinstance(self.dataset, Mixture):
             sources = dict(zip(uids, columns["source"], strict=True))
-            metrics |= self.dataset.metrics(sources, _scores_by(batch, "uid", usable))
+            unsolved = set(uids[usable & ~solved_rows(batch)])
+            metrics |= self.dataset.metrics(sources, _scores_by(batch, "uid", usable), unsolved)
         metrics |= verifier_metrics(columns["verdicts"].tolist())
         if usable.any():
             extra = columns["reward_extra"][usable]

@@ -25,8 +25,15 @@ from verl.algos.rollout_correction import apply_rollout_correction, take_out_rej
 from verl.config import Config
 from verl.config.environments import VerifiersConfig
 from verl.config.schema import AlgorithmConfig
+from verl.environments.registry import SEARCH
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.episodes import add_to_outcome, apply_search_cost, overlong_penalty, room_left
+from verl.trainer.ppo.episodes import (
+    add_to_outcome,
+    apply_search_cost,
+    environment_of,
+    overlong_penalty,
+    room_left,
+)
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.reward_score import RewardFunction, RewardFunctionFailed, call_reward_function, qa_em
@@ -40,6 +47,7 @@ _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
 )
 COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
+FULL_REWARD = 1.0  # of an environment: from here on its row is solved, as with the default of `solved_at`
 
 
 class RewardManager:
@@ -270,6 +278,8 @@ def add_advantages(
     """Adds rewards, advantages and returns to a step's batch; which tokens the update leaves out, how it
     weighs the others, and with `rollout.step_wise` their turns. Returns metrics. RunStopped: rewards that
     the estimator can't take.
+
+    With `algorithm.thrift` the batch's meta_info has `solved_share` (see the function of that name).
     """
     tensors = batch.tensors
     metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
@@ -283,7 +293,9 @@ def add_advantages(
     except ValueError as error:
         raise RunStopped(f"the advantages of this step: {error}") from error
     if algorithm.thrift:
-        advantages = advantages + algorithm.thrift * thrift_of(batch)
+        thrift = algorithm.thrift * thrift_of(batch, batch.meta_info["solved_share"])
+        advantages = advantages + thrift
+        metrics["thrift/advantage_share"] = advantage_share(thrift, advantages, tensors["response_mask"])
     tensors["advantages"], tensors["returns"] = advantages, returns
     if passes.step_wise:
         tensors["turn_ids"] = turn_ids(batch)
@@ -355,12 +367,89 @@ def advantage_inputs(
     return AdvantageInputs(**inputs)
 
 
-def thrift_of(batch: DataProto) -> Tensor:
-    """[N, R] float32: `thrift_advantages` of a scored batch, on every sampled token of a row."""
+def solved_rows(batch: DataProto) -> np.ndarray:
+    """Return which rows of a scored batch are solved, [N] bool. Nothing else decides it.
+
+    A row is solved or not, whatever its score is made of (a format, F1, parts, costs, penalties). Who has
+    scored the row says it:
+
+    - its environment: the rewards add up to `FULL_REWARD` or more;
+    - its verifiers: every one with a weight gave the best score that it can give;
+    - the reward function: `acc`, if the function returned it, is 1 or more; else the answer is an exact match
+      (`em`).
+
+    A row without a sampled token is not solved.
+    """
+    fields = batch.non_tensor_batch
+    solved = np.zeros(len(batch), dtype=bool)
+    for row in batch.tensors["num_sampled"].nonzero().flatten().tolist():
+        env_reward, verdicts = fields["trajectory"][row].get("env_reward"), fields["verdicts"][row]
+        if env_reward is not None:
+            solved[row] = env_reward >= FULL_REWARD
+        elif verdicts is not None:
+            weighed = [verdict for verdict in verdicts if verdict["weight"]]
+            is_full = [verdict["weight"] * verdict["score"] >= verdict["full_score"] for verdict in weighed]
+            solved[row] = bool(weighed) and all(is_full)
+        else:
+            accuracy = fields["reward_extra"][row].get("acc")
+            solved[row] = float(fields["em"][row] if accuracy is None else accuracy) >= 1
+    return solved
+
+
+def searching_rows(batch: DataProto) -> np.ndarray:
+    """Return which rows may search, [N] bool: those of the search environment, and of every other environment
+    of which a row of this batch did.
+    """
+    records = batch.non_tensor_batch["trajectory"]
+    searching = {SEARCH} | {environment_of(record) for record in records if record["num_searches"]}
+    return np.array([environment_of(record) in searching for record in records], dtype=bool)
+
+
+def solved_share(batch: DataProto) -> float:
+    """Return the share of solved rows among those that may search and have a sampled token; 0 without such
+    rows. batch: all rows that a step has generated, before any of them is left out.
+    """
+    rows = torch.from_numpy(searching_rows(batch)) & (batch.tensors["num_sampled"] > 0)
+    solved = torch.from_numpy(solved_rows(batch)).double()
+    return float(Groups(torch.zeros_like(rows, dtype=torch.int64), rows).mean(solved)[0])
+
+
+def thrift_by_row(batch: DataProto, taken: Tensor, share: float) -> Tensor:
+    """Return `thrift_advantages` of a scored batch, [N] float64.
+
+    taken: [N] bool, the rows that are compared. share: see `solved_share`.
+    """
+    groups = Groups.of(batch.non_tensor_batch["uid"], taken)
+    solved = torch.from_numpy(solved_rows(batch))
+    searches = torch.tensor([record["num_searches"] for record in batch.non_tensor_batch["trajectory"]])
+    return thrift_advantages(solved, searches, groups, share)
+
+
+def thrift_of(batch: DataProto, share: float) -> Tensor:
+    """Return `thrift_by_row` on every sampled token of a row, [N, R] float32."""
     mask = batch.tensors["response_mask"].bool()
-    groups = Groups.of(batch.non_tensor_batch["uid"], mask.any(dim=-1))
-    searches = torch.tensor([row["num_searches"] for row in batch.non_tensor_batch["trajectory"]])
-    return spread(thrift_advantages(batch.tensors["outcome"], searches, groups), mask, torch.float32)[0]
+    return spread(thrift_by_row(batch, mask.any(dim=-1), share), mask, torch.float32)[0]
+
+
+def can_save_searches(batch: DataProto, usable: np.ndarray) -> np.ndarray:
+    """Return the usable rows of groups to which `algorithm.thrift` gives an advantage, [N] bool: their solved
+    rows differ in the number of searches.
+    """
+    taken = torch.from_numpy(usable)
+    thrift = thrift_by_row(batch, taken, share=1.0)
+    most = Groups.of(batch.non_tensor_batch["uid"], taken).max(thrift)
+    can_save: np.ndarray = (taken & (most > 0)).numpy()
+    return can_save
+
+
+def advantage_share(part: Tensor, advantages: Tensor, mask: Tensor) -> float:
+    """Return the sum of |part| over that of |advantages|, which the part is in; 0 if there are none.
+
+    All are [N, R]. Only tokens under the mask count.
+    """
+    sampled = mask.bool()
+    total = float(advantages[sampled].double().abs().sum())
+    return float(part[sampled].double().abs().sum()) / total if total else 0.0
 
 
 def turn_ids(batch: DataProto) -> Tensor:

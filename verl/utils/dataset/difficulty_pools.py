@@ -10,7 +10,7 @@ one pool the order is that of `PromptSampler`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -92,9 +92,9 @@ class DifficultyPools(PromptSampler):
                 break
         return np.concatenate(taken)[:count]
 
-    def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
-        """Notes the mean score of the group of each row; of a row that is there twice, the last one."""
-        super().record(rows, scores)
+    def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
+        """Note the mean score of the group of each row; of a row that is there twice, the last one."""
+        super().record(rows, scores, teaching)
         for row, rate in zip(rows, scores, strict=True):
             self.solve_rates[row] = rate
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,19 +58,26 @@ class Mixture:
         return chain.from_iterable(dataset.rows_to_check() for dataset in self.datasets)
 
     def metrics(
-        self, source_of_group: Mapping[Any, str], scores: Mapping[Any, Sequence[float]]
+        self,
+        source_of_group: Mapping[Any, str],
+        scores: Mapping[Any, Sequence[float]],
+        unsolved: Collection[Any],
     ) -> dict[str, float]:
-        """`data/<name>/`: `share` of the prompts; mean `score` of its answers that can be learnt from; share
-        of its groups that are `solved`, with a mean score of 1 or more.
+        """Return `data/<name>/`: `share` of the prompts; mean `score` of its answers that can be learnt from;
+        share of its groups that are `solved`.
+
+        scores: group -> those of its answers. unsolved: groups with an answer that is not solved.
         """
         metrics: dict[str, float] = {}
         for source in self.sources:
             groups = [group for group, name in source_of_group.items() if name == source.name]
-            own = [scores[group] for group in groups if group in scores]
+            scored = [group for group in groups if group in scores]
             metrics[f"data/{source.name}/share"] = len(groups) / len(source_of_group)
-            if own:
-                metrics[f"data/{source.name}/score"] = float(np.mean(np.concatenate(own)))
-                metrics[f"data/{source.name}/solved"] = sum(np.mean(group) >= 1 for group in own) / len(own)
+            if scored:
+                num_solved = sum(group not in unsolved for group in scored)
+                all_scores = np.concatenate([scores[group] for group in scored])
+                metrics[f"data/{source.name}/score"] = float(np.mean(all_scores))
+                metrics[f"data/{source.name}/solved"] = num_solved / len(scored)
         return metrics
 
     def source_of(self, index: int) -> int:
@@ -159,11 +166,12 @@ class MixtureSampler(PromptSampler):
     def num_left(self) -> int:
         return sum(sampler.num_left for sampler in self.samplers.values())
 
-    def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
+    def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
         samplers = list(self.samplers.values())
         for row, score in zip(rows, scores, strict=True):
             number = self.mixture.source_of(row)
-            samplers[number].record([row - int(self.mixture.starts[number])], [score])
+            row_of_source = row - int(self.mixture.starts[number])
+            samplers[number].record([row_of_source], [score], {row_of_source} if row in teaching else ())
 
     def metrics(self) -> dict[str, float]:
         """Those of the sources' samplers: counts added up, shares as their mean."""

@@ -10,7 +10,7 @@ SkyRL's, and data_source and the reward's column may be missing.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -186,7 +186,8 @@ class PromptSampler:
     Args:
         num_rows, batch_size: rows of the data set, and of a training step. ValueError: too few rows for one.
         shuffle: a new order each epoch; else the file's order. seed: of the shuffling.
-        retire_solved: rows whose group reached this mean score are not asked again; None: all are.
+        retire_solved: rows whose group reached this mean score are not asked again, see `record`; None: all
+            are.
     """
 
     def __init__(
@@ -239,11 +240,14 @@ class PromptSampler:
                 "retire_solved, or call the run finished."
             )
 
-    def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
-        """Hears the mean score of the group of each row."""
+    def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
+        """Hear the mean score of the group of each row. teaching: those of the rows that are not retired,
+        however high their score is, as their answers still differ in something that is learnt.
+        """
         if self.retire_solved is not None:
             pairs = zip(rows, scores, strict=True)
-            self.retired.update(row for row, score in pairs if score >= self.retire_solved)
+            solved = {row for row, score in pairs if score >= self.retire_solved}
+            self.retired |= solved.difference(teaching)
 
     def metrics(self) -> dict[str, float]:
         """`filter/retired`: rows that are not asked again."""
