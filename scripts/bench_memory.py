@@ -152,7 +152,7 @@ def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[
         batch = actor.generate_sequences(asked)
         for name in ("advantages", "returns"):
             batch.batch[name] = torch.randn(batch.batch["response_mask"].shape, generator=generator)
-        batch.meta_info = {"mini_batch_rows": work.rows}
+        batch.meta_info = {"num_mini_batches": 1}
 
     yield "loading", load
     for _ in range(2):

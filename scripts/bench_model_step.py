@@ -144,7 +144,7 @@ class Contender:
             "rollout_log_probs": log_probs[:, PROMPT:],
             "advantages": mask[:, PROMPT:] * torch.randn(num_rows, 1, generator=generator),
         }
-        return DataProto.from_dict(columns, {}, {"mini_batch_rows": num_rows})
+        return DataProto.from_dict(columns, {}, {"num_mini_batches": 1})
 
     def round(self, seed: int, num_rows: int) -> None:
         times = [self.now()]

@@ -9,14 +9,14 @@ from verl.trainer.main_ppo import run
 
 
 def record_updates(monkeypatch, worker, name):
-    """Batches that the method gets: (the group of each row, counted as they come; rows of a mini-batch)."""
+    """Batches that the method gets: (the group of each row, counted as they come; number of mini-batches)."""
     update, batches = getattr(worker, name), []
 
     @functools.wraps(update)  # with what the decorator has noted on it
     def recorded(self, data):
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(uid, len(numbers)) for uid in data.non_tensor_batch["uid"]]
-        batches.append((groups, data.meta_info["mini_batch_rows"]))
+        batches.append((groups, data.meta_info["num_mini_batches"]))
         return update(self, data)
 
     monkeypatch.setattr(worker, name, recorded)

@@ -67,7 +67,7 @@ def update(worker):
         return step(discard)
 
     engine.step = recorded
-    data = my_rows(engine.data.rank, engine.data.size, mini_batch=NUM_ROWS)
+    data = my_rows(engine.data.rank, engine.data.size, num_mini_batches=1)
     metrics = worker.update_policy(data) if hasattr(worker, "update_policy") else worker.update_critic(data)
     return metrics, seen, {name: tensor.clone() for name, tensor in engine.weights()}
 

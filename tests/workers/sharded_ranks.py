@@ -25,16 +25,17 @@ VARIANTS = {
 }
 NUM_STEPS = 5  # before the checkpoint
 BF16 = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
-COMMON = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=6"]
+COMMON = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=5"]
 
 
 def settings(model_path, variant):
     return make_config(model_path, *COMMON, *VARIANTS[variant])
 
 
-def my_rows(rank, world_size, seed=0, mini_batch=6):
-    """This rank's rows of the batch, as the trainer deals them out (mini-batches of 6 rows)."""
-    arranged, _ = arrange_for_workers(make_batch(NUM_ROWS, seed), world_size, mini_batch)
+def my_rows(rank, world_size, seed=0, num_mini_batches=3):
+    """Return this rank's rows of the batch, as the trainer deals them out (mini-batches of 4, 4 and 3)."""
+    arranged, _ = arrange_for_workers(make_batch(NUM_ROWS, seed), world_size, num_mini_batches)
+    arranged.meta_info["num_mini_batches"] = num_mini_batches
     return arranged.chunk(world_size)[rank]
 
 
@@ -57,7 +58,7 @@ def bf16_update(model_path, rank=0, world_size=1, checkpoints=False):
     steps += ["actor_rollout_ref.model.enable_gradient_checkpointing=true"] * checkpoints
     actor = make_actor(make_config(model_path, *steps), world_size)
     return gradients_of(
-        actor.engine, lambda: actor.update_policy(my_rows(rank, world_size, mini_batch=NUM_ROWS))
+        actor.engine, lambda: actor.update_policy(my_rows(rank, world_size, num_mini_batches=1))
     )
 
 

@@ -21,6 +21,7 @@ from verl.preflight.cpu_memory import fullest_moment, mapped, while_loading
 from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
 from verl.preflight.target import GIB, Hardware
 from verl.trainer.placement import processes_on_nodes, roles_of, samples_apart
+from verl.trainer.ppo.batching import num_mini_batches
 from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.cuda_layers import can_compile, is_compiled
 from verl.workers.engine.loading import Precision
@@ -88,8 +89,7 @@ def phases_of(config: Config, passes: Passes) -> tuple[str, ...]:
     if config.trainer.val_only:
         return ("loading", "rollout")
     actor = config.actor_rollout_ref.actor
-    mini_batch = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-    updates = actor.ppo_epochs * -(-rows_of_step(config) // mini_batch)
+    updates = actor.ppo_epochs * num_mini_batches(config, rows_of_step(config), actor)
     happens = {
         "loading": True,
         "rollout": True,

@@ -28,11 +28,13 @@ from verl.preflight.target import (
     warning,
 )
 from verl.trainer.config.validation import settings_without_effect, validate
+from verl.trainer.ppo.batching import num_mini_batches
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import CheckpointStore
 from verl.utils.dataset.row_environments import check_environments, searches
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
+from verl.workers.engine.update_loop import mini_batches
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _END = "the run would end before its first step"
@@ -79,20 +81,27 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
         replicas = Layout.of(config).replicas
     except ValueError:  # the check of settings says why
         return
-    for key in (f"{block}.ppo_mini_batch_size" for block in blocks):
-        mini = (size := at(config, key)) * n
+    for block in blocks:
+        key = f"{block}.ppo_mini_batch_size"
+        size = at(config, key)
+        mini = size * n
+        parts = mini_batches(rows, num_mini_batches(config, rows, at(config, block)))
+        largest = len(parts[0])
+        smallest = len(parts[-1])
         if mini < rows and rows % mini:
             divisor = next(size for size in range(mini, 0, -1) if rows % size == 0)
+            sizes = str(largest) if largest == smallest else f"{largest} or {smallest}"
             yield warning(
                 f"a step has {rows} trajectories, no multiple of {key}={size}"
                 + (f" (times rollout.n: {mini})" if n > 1 else ""),
-                f"the last update of each step has only {rows % mini} of them, and counts as the others",
+                f"each of the {len(parts)} updates of a step has {sizes} of them, not {mini}",
                 f"{key}={max(1, divisor // n)}",
             )
-        if min(mini, rows) % replicas:
+        if largest % replicas or smallest % replicas:
+            num_copies = max(-largest % replicas, -smallest % replicas)
             yield warning(
-                f"{key} gives updates of {min(mini, rows)} trajectories for {replicas} replicas of the model",
-                f"each is filled up with {-min(mini, rows) % replicas} copies that teach nothing",
+                f"{key} gives updates of {largest} trajectories for {replicas} replicas of the model",
+                f"each is filled up with {num_copies} copies that teach nothing",
                 f"set {key} to a multiple of {replicas}",
             )
 

@@ -151,9 +151,9 @@ class FSDPSFTTrainer(CheckpointedRun):
         }
 
     def _arranged(self, dataset: SFTDataset, rows: Sequence[int]) -> DataProto:
-        """The rows as one mini-batch, balanced over the workers."""
-        data, _ = arrange_for_workers(dataset.batch(rows), self.workers.world_size, len(rows))
-        data.meta_info["mini_batch_rows"] = -(-len(data) // self.workers.world_size)
+        """Return the rows as one mini-batch, balanced over the workers."""
+        data, _ = arrange_for_workers(dataset.batch(rows), self.workers.world_size, num_mini_batches=1)
+        data.meta_info["num_mini_batches"] = 1
         return data
 
     def _validation_loss(self, dataset: SFTDataset) -> float:

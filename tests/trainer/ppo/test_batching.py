@@ -5,15 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quick_config import config_with
 from selection_batches import batch_of
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import arrange_for_workers, balanced_parts, mini_batch_rows
+from verl.trainer.ppo.batching import arrange_for_workers, balanced_parts, num_mini_batches
 from verl.trainer.ppo.collection import prompt_batch, sampling_seeds
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.workers.engine.update_loop import mini_batches, rows_per_rank, shuffled
+from verl.workers.engine.update_loop import mini_batches, shuffled
 
 
 def make_batch(lengths: list[int], prompt: int = 4) -> DataProto:
@@ -54,14 +56,38 @@ def test_rule_7_a_group_is_one_prompt_of_one_step_whatever_its_dataset_index_say
 
 @pytest.mark.parametrize(
     "num_rows, size, steps",
-    [(16, 8, 2), (15, 8, 2), (17, 8, 2), (31, 8, 2), (8, 8, 1), (20, 16, 1), (3, 8, 1)],
+    [(16, 8, 2), (15, 8, 2), (17, 8, 2), (31, 8, 2), (8, 8, 1), (9, 8, 2), (20, 16, 1), (3, 8, 1)],
 )
 def test_rows_that_joined_a_step_of_16_bring_no_optimizer_step_of_their_own(num_rows, size, steps):
     config = config_with("data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=4")
     config.actor_rollout_ref.actor.ppo_mini_batch_size = size
-    rows = mini_batch_rows(config, num_rows, config.actor_rollout_ref.actor)
-    assert len(mini_batches(num_rows, rows)) == steps
-    assert rows == size or num_rows > 16
+    assert num_mini_batches(config, num_rows, config.actor_rollout_ref.actor) == steps
+
+
+@given(num_rows=st.integers(1, 300), size=st.integers(1, 64))
+def test_mini_batches_are_as_many_as_their_size_asks_for_and_differ_by_a_row_at_most(num_rows, size):
+    count = -(-num_rows // size)
+    parts = mini_batches(num_rows, count)
+    assert len(parts) == count and [row for part in parts for row in part] == list(range(num_rows))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) <= size and max(sizes) - min(sizes) <= 1
+    if num_rows % size == 0:
+        assert sizes == [size] * count
+
+
+@settings(max_examples=25, deadline=None)
+@given(num_rows=st.integers(1, 30), count=st.integers(1, 9), world_size=st.integers(2, 4))
+def test_every_rank_finds_its_share_of_each_mini_batch_in_its_own_rows(num_rows, count, world_size):
+    count = min(count, num_rows)
+    batch = make_batch([3 + row % 5 for row in range(num_rows)])
+    arranged, _ = arrange_for_workers(batch, world_size, count)
+    members: list[list[int]] = [[] for _ in range(count)]
+    for rank in arranged.chunk(world_size):
+        is_real = rank.batch["response_mask"].any(dim=1)
+        for number, part in enumerate(mini_batches(len(rank), count)):
+            assert len(part) == -(-len(mini_batches(num_rows, count)[number]) // world_size)
+            members[number] += [int(rank.batch["row"][row]) for row in part if is_real[row]]
+    assert [sorted(rows) for rows in members] == [list(part) for part in mini_batches(num_rows, count)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -69,13 +95,12 @@ def test_rows_that_joined_a_step_of_16_bring_no_optimizer_step_of_their_own(num_
 def test_each_mini_batch_is_the_same_set_of_rows_for_any_number_of_ranks(world_size, num_rows):
     generator = np.random.default_rng(num_rows)
     batch = make_batch(generator.integers(1, 500, num_rows).tolist())
-    mini = 4
-    arranged, tokens = arrange_for_workers(batch, world_size, mini)
+    parts = mini_batches(num_rows, -(-num_rows // 4))
+    arranged, tokens = arrange_for_workers(batch, world_size, len(parts))
     assert len(arranged) % world_size == 0
     ranks = arranged.chunk(world_size)
     taken = [0] * world_size
-    for start in range(0, num_rows, mini):
-        expected = set(range(start, min(start + mini, num_rows)))
+    for expected in parts:
         share = -(-len(expected) // world_size)
         members: list[int] = []
         for rank, part in enumerate(ranks):
@@ -91,10 +116,10 @@ def test_each_mini_batch_is_the_same_set_of_rows_for_any_number_of_ranks(world_s
 def test_rule_5_shuffled_mini_batches_are_the_same_sets_for_any_number_of_ranks(world_size):
     batch = make_batch([3, 9, 27, 81, 5, 25, 125, 2, 4, 8])
     order = shuffled(len(batch), seed=1, training_step=4, epoch=0)
-    arranged, _ = arrange_for_workers(batch.select_idxs(order), world_size, 4)
+    arranged, _ = arrange_for_workers(batch.select_idxs(order), world_size, 3)
     ranks = arranged.chunk(world_size)
-    parts = [mini_batches(len(rank), rows_per_rank(4, 1, world_size)) for rank in ranks]
-    for k, start in enumerate(range(0, len(batch), 4)):
+    parts = [list(map(list, mini_batches(len(rank), 3))) for rank in ranks]
+    for k, places in enumerate([range(4), range(4, 7), range(7, 10)]):
         members = [
             row
             for rank, rows in zip(ranks, parts, strict=True)
@@ -103,7 +128,7 @@ def test_rule_5_shuffled_mini_batches_are_the_same_sets_for_any_number_of_ranks(
             )
             if mask.any()
         ]
-        assert sorted(members) == sorted(order[start : start + 4])
+        assert sorted(members) == sorted(order[place] for place in places)
 
 
 def rows(*specifications):

@@ -214,6 +214,33 @@ def test_a_group_that_the_last_round_did_not_wait_for_goes_on_in_the_next_step(t
         assert prompts_of(batch)[0] == 4 and one.prompts_asked()[0][0] == 4
 
 
+def test_a_prompt_that_goes_on_is_not_asked_again_in_the_same_step():
+    world = World([MIXED] * 8, *PARTIAL, reasons={7: ["kept"]})
+    world.collect(1)
+    world.collect(2)  # asks 4, 5, 6 and 7, of which 7 goes on
+    world.sampler._order = lambda epoch: np.arange(8)[::-1]
+    world.collect(3)
+    assert world.prompts_asked() == [[7, 6, 5, 4, 3]]
+    world.collect(4)
+    assert world.prompts_asked() == [[7, 2, 1, 0]]  # it was postponed
+
+
+def test_a_step_refills_with_no_more_prompts_than_it_has_not_asked():
+    world = World([SOLVED] * 6, FILTER)
+    world.collect()
+    assert world.prompts_asked() == [[0, 1, 2, 3], [4, 5]]
+    assert "0 of 4 groups teach something after 2 rounds of generation and 6 prompts" in world.said[0]
+
+
+def test_prompts_under_way_are_not_drawn_again_at_an_epoch_s_end():
+    world = World([MIXED] * 10)
+    for number in range(30):
+        asked = [prompt % 10 for prompt in range(number, number + 4)]
+        drawn = world.collector.drawn_ahead(number, 2, asked)
+        rows = [int(group.non_tensor_batch["index"][0]) for group in drawn]
+        assert len({*rows, *asked}) == 6
+
+
 def test_remax_compares_with_one_greedy_answer_for_each_prompt():
     world = World([[1.0, 0.0], [0.5, 0.0], MIXED, MIXED], "algorithm.adv_estimator=remax")
     batch, metrics = world.collect()

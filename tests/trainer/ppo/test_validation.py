@@ -4,8 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from verl.config.mixture import HeldOut
+from verl.evaluation.figures import LOST
 from verl.protocol import DataProto
-from verl.trainer.ppo.validation import ValidationReport, validate
+from verl.trainer.ppo.held_out import HeldOutSets
+from verl.trainer.ppo.run_state import RunState
+from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
+from verl.utils.records.console import validation_lines
 
 QUESTIONS = 7
 
@@ -101,17 +106,59 @@ def test_figures_are_told_apart_by_hops_and_queries():
     assert len(lines) == 2 * QUESTIONS + 1
 
 
-def test_a_question_whose_environment_failed_is_no_zero():
+def failing(reason, num_judged):
+    """Generation in which all trajectories but the first `num_judged` end for a reason of failure."""
     generation = Generation()
 
     def generate(gen_batch):
         batch = generation(gen_batch)
-        for i in range(1, len(batch)):
-            batch.non_tensor_batch["trajectory"][i] = {
-                **batch.non_tensor_batch["trajectory"][i],
-                "finish_reason": "env_failed",
-            }
+        for i in range(num_judged, len(batch)):
+            record = {**batch.non_tensor_batch["trajectory"][i], "finish_reason": reason}
+            batch.non_tensor_batch["trajectory"][i] = record
         return batch
 
-    report = validate(generate, score, Questions(), ["greedy"], None, 7)
-    assert report.metrics()["val/test_score/nq"] == 1.0
+    return generate
+
+
+@pytest.mark.parametrize("reason", LOST)
+def test_a_question_that_failed_is_no_zero_and_is_counted(reason):
+    report = validate(failing(reason, 1), score, Questions(), ["greedy"], None, 7)
+    metrics = report.metrics()
+    assert metrics["val/test_score/nq"] == metrics["val/greedy/em"] == metrics["val/greedy/f1"] == 1.0
+    assert metrics["val/greedy/unverified"] == 6.0
+    assert metrics["val/greedy/search_failed"] == (6.0 if reason == "search_failed" else 0.0)
+    figures = report.summary()["greedy"]
+    assert (figures["em"], figures["num_questions"], figures["num_unverified"]) == (1.0, 7, 6)
+    state = RunState(validation={"before": report.summary(), "after": report.summary()})
+    summary = run_summary(state, 1.0, 0)
+    assert summary["em_after"] == 1.0 and summary["num_val_questions"] == 7
+    assert summary["num_unverified_before"] == summary["num_unverified_after"] == 6
+    (line,) = validation_lines(report.summary(), metrics)
+    assert line == "greedy EM 1.000, searches 1.00; 6 of 7 questions failed and are left out"
+    assert [row["em"] for row in report.lines()] == [1.0]
+
+
+@pytest.mark.parametrize("reason", LOST)
+def test_a_validation_agrees_with_an_evaluation_of_the_same_rollouts(reason):
+    figures = validate(failing(reason, 3), score, Questions(), ["greedy"], None, 7).summary()["greedy"]
+    held_out = HeldOut(files="x.parquet", name="x", every=1, rollouts=1, temperature=0.0)
+    sets = HeldOutSets([(held_out, Questions())], score, None, seed=7)
+    evaluated, _ = sets.measure(failing(reason, 3), step=1, last=True)
+    assert figures["em"] == evaluated["eval/x/em"] == pytest.approx(1 / 3)
+    assert figures["num_unverified"] == evaluated["eval/x/unverified"] == 4
+
+
+def test_of_questions_that_all_failed_no_figure_is_known():
+    report = validate(failing("search_failed", 0), score, Questions(), ["greedy"], None, 7)
+    figures = report.summary()["greedy"]
+    assert figures["em"] is figures["f1"] is figures["searches"] is None
+    assert (figures["num_questions"], figures["num_unverified"]) == (7, 7)
+    metrics = report.metrics()
+    assert metrics == {"val/greedy/search_failed": 7.0, "val/greedy/unverified": 7.0}
+    (line,) = validation_lines(report.summary(), metrics)
+    assert line == "greedy EM not measured; 7 of 7 questions failed and are left out"
+    assert run_summary(RunState(validation={"after": report.summary()}), 1.0, 0)["em_after"] is None
+    held_out = HeldOut(files="x.parquet", name="x", every=1, rollouts=2, temperature=0.0)
+    sets = HeldOutSets([(held_out, Questions())], score, None, seed=7)
+    evaluated, _ = sets.measure(failing("search_failed", 0), step=1, last=True)
+    assert evaluated == {"eval/x/unverified": 14.0, "eval/x/truncated": 0.0}

@@ -223,7 +223,7 @@ def test_the_running_baseline_is_restored(tmp_path):
 def test_the_critic_learns_in_mini_batches_of_its_own(tmp_path):
     run(instant_trainer(tmp_path / "run", "critic.ppo_mini_batch_size=16", algorithm="ppo"))
     (actor,), (critic,) = Policy.updates, Critic.updates
-    assert (actor.meta_info["mini_batch_rows"], critic.meta_info["mini_batch_rows"]) == (8, 16)
+    assert (actor.meta_info["num_mini_batches"], critic.meta_info["num_mini_batches"]) == (4, 2)
 
 
 def test_rows_are_shuffled_anew_in_every_step(tmp_path):

@@ -57,3 +57,12 @@ def test_rule_10_saved_and_loaded_they_draw_the_same():
     assert [pools.take(5) for _ in range(9)] == [resumed.take(5) for _ in range(9)]
     with pytest.raises(ValueError, match=r"Found nothing that .* with data.difficulty_pools.enable=true"):
         make().load_history({})
+
+
+def test_prompts_that_were_asked_come_again_only_where_all_others_were_asked():
+    pools = make(num_rows=10)
+    drawn = pools.take(8, [0, 1, 2, 3, 4])
+    assert sorted(drawn[:5]) == [5, 6, 7, 8, 9] and set(drawn[5:]) <= {0, 1, 2, 3, 4} and len(set(drawn)) == 8
+    drawn = pools.take(25)
+    assert [sorted(drawn[start : start + 10]) for start in (0, 10)] == [list(range(10))] * 2
+    assert len(set(drawn[20:])) == 5

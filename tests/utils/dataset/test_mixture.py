@@ -13,6 +13,8 @@ from verl.config.mixture import sources_of
 from verl.utils.dataset.mixture import prompt_sampler, training_rows, with_verifier
 from verl.utils.dataset.rl_dataset import DataFailed
 
+POOLS = "data.difficulty_pools.enable=true"
+
 
 def write(path, count: int, **columns) -> str:
     row = {"data_source": path.stem, "reward_model": {"ground_truth": "7"}} | columns
@@ -210,3 +212,26 @@ def test_a_source_may_be_a_verifiers_environment(tmp_path, monkeypatch, files):
     assert len(rows) == 110 and len(own) == 4 and b"?" in bytes(own[0]["raw_prompt_ids"])
     first = next(iter(rows.rows_to_check()))
     assert first["env_class"] == "verifiers" and json.loads(first["verifiers"])["row"]["answer"] == "0"
+
+
+@pytest.mark.parametrize("settings", [[], [POOLS], ["data.streaming=true"]])
+def test_no_sampler_asks_a_prompt_twice_in_a_step(files, settings):
+    rows, sampler = mixture_of(files[0] | {"ratio": 1}, files[1] | {"ratio": 1}, settings=settings)
+    for step in range(60):
+        asked = sampler.take(8)
+        for count in (5, step % 4 + 1):
+            asked += sampler.take(count, asked)
+        assert len(set(asked)) == len(asked)
+    sampler.close()
+
+
+def test_an_exhausted_source_s_draws_do_not_count_in_the_shares_of_the_others(files):
+    entries = (file | {"ratio": ratio} for file, ratio in zip(files, (3, 4, 1), strict=True))
+    rows, sampler = mixture_of(*entries, settings=["algorithm.filter_groups.retire_solved=0.9"])
+    for _ in range(20):
+        sampler.take(8)
+    sampler.record(range(90, 120), [1.0] * 30)  # the second source is solved
+    for _ in range(30):
+        sampler.take(8)
+        (a, _, c) = sampler.drawn
+        assert abs(a - 0.75 * (a + c)) <= 1

@@ -193,3 +193,70 @@ def test_a_step_that_needs_more_prompts_takes_the_next_ones_and_resumes_behind_t
     resumed.load_state_dict(sampler.state_dict())
     for one in (sampler, resumed):
         assert one.take(2) == [8, 9] and one.take(4) == [0, 1, 2, 3] and one.epoch == 1
+
+
+def steps_with_refills(sampler: PromptSampler, num_steps: int, seed: int) -> list[list[int]]:
+    """Rows of each step: a batch, then up to three refills by chance, which know what was asked before."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for _ in range(num_steps):
+        asked: list[int] = []
+        for count in (sampler.batch_size, *rng.integers(1, 12, rng.integers(0, 4)).tolist()):
+            asked += sampler.take(count, sorted(asked))
+        steps.append(asked)
+    return steps
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_refill_that_crosses_an_epoch_asks_no_prompt_twice_in_a_step(shuffle):
+    sampler = PromptSampler(64, 16, shuffle, seed=0)
+    steps = steps_with_refills(sampler, 400, seed=0)
+    assert [step for step in steps if len(set(step)) < len(step)] == []
+    assert sampler.epoch > 100
+
+
+def test_a_prompt_that_is_postponed_comes_first_as_soon_as_it_may_be_asked():
+    sampler = PromptSampler(6, 2, shuffle=False, seed=0)
+    for _ in range(3):
+        sampler.take(2)
+    assert sampler.take(2, [0, 2, 5]) == [1, 3]  # 0 and 2 were asked in the epoch before
+    assert sampler.take(1, [2]) == [0]
+    assert [sampler.take(2), sampler.take(1)] == [[2, 4], [5]]  # every row once in this epoch
+    assert sampler.epoch == 1
+
+
+def test_rows_are_asked_again_only_where_all_others_were_asked():
+    sampler = PromptSampler(6, 4, shuffle=False, seed=0)
+    assert sampler.take(4) == [0, 1, 2, 3]
+    assert sampler.take(4, [0, 1, 2, 3])[:2] == [4, 5]
+    for count in range(1, 30):
+        drawn = PromptSampler(6, 4, True, 0).take(count, [1, 4])
+        assert len(drawn) == count and not set(drawn[:4]) & {1, 4}
+        for start in range(0, count, 6):
+            assert len(set(drawn[start : start + 6])) == len(drawn[start : start + 6])
+
+
+@pytest.mark.parametrize("done", [1, 7, 30])
+def test_rule_10_a_run_with_refills_and_postponed_prompts_resumes_to_the_same_prompts(done):
+    killed = PromptSampler(20, 8, True, 3)
+    steps_with_refills(killed, done, seed=done)
+    killed.take(8, list(range(0, 20, 2)))
+    resumed = PromptSampler(20, 8, True, 3)
+    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
+    assert steps_with_refills(resumed, 40, seed=1) == steps_with_refills(killed, 40, seed=1)
+    state = killed.state_dict()
+    del state["postponed"]  # as versions before had it
+    PromptSampler(20, 8, True, 3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("retired", [set(), {0, 3, 7, 11}])
+def test_without_a_refill_the_order_is_that_of_epochs_one_after_the_other(retired):
+    sampler = PromptSampler(21, 4, True, 9)
+    sampler.retired = set(retired)
+    expected = []
+    for epoch in range(6):
+        rows = [
+            row for row in np.random.default_rng([9, epoch]).permutation(21).tolist() if row not in retired
+        ]
+        expected += [rows[i : i + 4] for i in range(0, len(rows) - 3, 4)]
+    assert batches(sampler, len(expected)) == expected

@@ -220,3 +220,19 @@ def test_a_million_rows_start_in_10_seconds_and_500_megabytes(tmp_path):
         found, seconds, mebibytes = json.loads(printed)
         print(f"{path}: {seconds:.2f} s to the first step, {mebibytes:.0f} MiB above the base")
         assert abs(found - count) < 0.05 * count and seconds < 10 and mebibytes < 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refill_that_crosses_an_epoch_asks_no_prompt_twice_in_a_step(tmp_path, kind):
+    path = write(tmp_path, kind, 24)
+    rows, sampler = make(path)
+    for step in range(40):
+        asked = sampler.take(10)
+        asked += sampler.take(step % 7 + 1, asked)
+        assert len(set(asked)) == len(asked)
+    _, resumed = make(path)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert [sampler.take(7, asked) for _ in range(9)] == [resumed.take(7, asked) for _ in range(9)]
+    assert len(sampler.take(24, asked)) == 24  # more than there are besides
+    for one in (sampler, resumed):
+        one.close()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records_data import ANSWER, SEEN, WRITTEN, SplitTokenizer, step_batch
 
+from verl.evaluation.figures import LOST
 from verl.utils.records.trajectories import (
     TokenTexts,
     TrajectoryFolder,
@@ -37,6 +38,14 @@ def test_a_record_tells_the_whole_trajectory():
     assert record["question"] == "Who made the cheese?"
     assert (record["gold"], record["answer"], record["em"], record["score"]) == (["Ada"], "Ada", 1, 1.0)
     assert record["step"] == 1 and record["uid"] == "step1-0"
+
+
+@pytest.mark.parametrize("reason", LOST)
+def test_a_trajectory_that_could_not_be_judged_has_no_score(reason):
+    batch = step_batch(["Bob", "Ada"])
+    batch.non_tensor_batch["trajectory"][0]["finish_reason"] = reason
+    records = trajectory_records(batch, TokenTexts(SplitTokenizer()), 1, "val", 2)
+    assert [record["score"] for record in records] == [None, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def full_batch(num_rows=7, seed=0, pad_id=0) -> DataProto:
     uids = [f"step1-{row // 3}" for row in range(num_rows)]
     batch.non_tensor_batch["uid"] = object_array(uids)
     tensors["prompt_tokens"], tensors["prompt_rows"] = prompt_counts(mask, uids)
-    batch.meta_info |= {"bypass_mode": True, "mini_batch_rows": num_rows}  # old_log_probs count at once
+    batch.meta_info |= {"bypass_mode": True, "num_mini_batches": 1}  # old_log_probs count at once
     return batch
 
 

@@ -36,8 +36,8 @@ def rows_of(rank, world_size, case=""):
     batch = full_batch(NUM_ROWS)
     if case == "no advantage at all":
         batch.batch["advantages"].zero_()
-    arranged, _ = arrange_for_workers(batch, world_size, NUM_ROWS)
-    arranged.meta_info["mini_batch_rows"] = -(-NUM_ROWS // world_size)
+    arranged, _ = arrange_for_workers(batch, world_size, 1)
+    arranged.meta_info["num_mini_batches"] = 1
     return arranged.chunk(world_size)[rank]
 
 

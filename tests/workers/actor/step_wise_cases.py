@@ -72,7 +72,7 @@ def trajectories(num_rows=NUM_ROWS, seed=0) -> DataProto:
     tensors["rollout_is_weights"].abs_()
     uids = [f"step1-{row // 3}" for row in range(num_rows)]
     tensors["prompt_tokens"], tensors["prompt_rows"] = prompt_counts(mask, uids)
-    meta = {"bypass_mode": True, "mini_batch_rows": num_rows}  # old_log_probs count at once
+    meta = {"bypass_mode": True, "num_mini_batches": 1}  # old_log_probs count at once
     return DataProto.from_dict(tensors, {"uid": object_array(uids)}, meta)
 
 
@@ -96,12 +96,12 @@ def turns_as_trajectories(batch: DataProto) -> DataProto:
             copy["attention_mask"][-width:][last + 1 :] = 0
             rows.append(copy)
     columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return DataProto.from_dict(columns, None, batch.meta_info | {"mini_batch_rows": len(rows)})
+    return DataProto.from_dict(columns, None, batch.meta_info)
 
 
 def rows_of_rank(rank, world_size) -> DataProto:
-    arranged, _ = arrange_for_workers(trajectories(), world_size, NUM_ROWS)
-    arranged.meta_info["mini_batch_rows"] = -(-NUM_ROWS // world_size)
+    arranged, _ = arrange_for_workers(trajectories(), world_size, 1)
+    arranged.meta_info["num_mini_batches"] = 1
     return arranged.chunk(world_size)[rank]
 
 

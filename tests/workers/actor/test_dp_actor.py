@@ -138,7 +138,7 @@ def test_mini_batches_epochs_and_shuffle_make_the_steps_they_name(model_path):
     batch = make_batch(num_rows=20)
     plain = ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
     _, recorded = update(model_path, batch, *plain, epochs=2)
-    assert len(recorded) == 6  # 8, 8 and 4 rows, twice
+    assert len(recorded) == 6  # 7, 7 and 6 rows, twice
     shuffled = [
         update(model_path, batch, *plain, "actor_rollout_ref.actor.shuffle=true", epochs=2) for _ in range(2)
     ]
@@ -183,7 +183,7 @@ def test_a_mini_batch_without_a_sampled_token_makes_no_step_and_is_counted(model
     actor, batch = make_actor(make_config(model_path)), make_batch(12)
     batch.batch["response_mask"][:num_empty] = 0
     metrics = actor.update_policy(batch)
-    num_steps = (12 - num_empty) // 4  # mini-batches are of 8 and 4 rows
+    num_steps = (12 - num_empty) // 4  # of two mini-batches, of 6 rows each
     assert actor.engine.weights_version == num_steps
     assert metrics["actor/num_skipped_updates"] == 2 - num_steps and actor.engine.num_training_steps == 1
     assert "no trajectory of the mini-batch has a token to learn from" in actor.loop.skipped_update

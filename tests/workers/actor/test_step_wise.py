@@ -77,7 +77,7 @@ def test_the_model_computes_each_token_of_a_trajectory_once(factory, limits, mon
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_mini_batches_are_of_trajectories_and_as_many(factory, epochs):
     batch = cases.trajectories()
-    batch.meta_info["mini_batch_rows"] = 3
+    batch.meta_info["num_mini_batches"] = 4
 
     def gradients(data):
         factory.engine.scheduler.last_epoch = 0

@@ -84,7 +84,9 @@ def rows_of(seed, replica, num_replicas):
     batch = make_batch(NUM_ROWS, seed=seed)
     if seed == 1:
         batch.batch["response_mask"][[row for row in range(NUM_ROWS) if row % MINI_BATCH]] = 0
-    arranged, _ = arrange_for_workers(batch, num_replicas, MINI_BATCH)
+    count = -(-NUM_ROWS // MINI_BATCH)
+    arranged, _ = arrange_for_workers(batch, num_replicas, count)
+    arranged.meta_info["num_mini_batches"] = count
     return arranged.chunk(num_replicas)[replica]
 
 

@@ -19,18 +19,20 @@ from verl.config.policy import Actor
 from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.utils.packing import prefix_order
+from verl.workers.engine.update_loop import mini_batches
 
 KEPT_TOGETHER = 4  # a row that shares at least one part in this many with its neighbour
 
 
 def arrange_for_workers(
-    batch: DataProto, world_size: int, mini_batch_size: int, attention_length: float = 4096.0
+    batch: DataProto, world_size: int, num_mini_batches: int, attention_length: float = 4096.0
 ) -> tuple[DataProto, list[int]]:
-    """The rows in an order in which contiguous chunks, one a rank, are balanced; and per rank its tokens.
+    """Return the rows so that contiguous chunks, one a rank, are balanced; and the tokens of each rank.
 
-    Mini-batch k of the whole world is the set of rows [k*m, (k+1)*m), whatever `world_size` is; of it, each
-    rank gets the same number of rows and about the same cost. Rows that are needed to fill up are copies with
-    an empty response_mask. Reads input_ids, attention_mask and response_mask.
+    Mini-batch k of the whole world is the k-th part of `mini_batches` (verl.workers.engine.update_loop),
+    whatever `world_size` is; each rank gets the same number of its rows, at about the same cost. Rows that
+    are needed to fill up are copies with an empty response_mask. Reads input_ids, attention_mask and
+    response_mask.
     """
     attention = batch.tensors["attention_mask"].bool()
     lengths = attention.sum(-1)
@@ -39,10 +41,11 @@ def arrange_for_workers(
     sequences = [row.numpy() for row in batch.tensors["input_ids"][attention].split(lengths.tolist())]
     order: list[list[int]] = [[] for _ in range(world_size)]
     is_real: list[list[int]] = [[] for _ in range(world_size)]
-    for start in range(0, len(batch), mini_batch_size):
-        end = min(start + mini_batch_size, len(batch))
-        share = -(-(end - start) // world_size)
-        for rank, rows in enumerate(balanced_parts(sequences[start:end], world_size, attention_length)):
+    for mini_batch in mini_batches(len(batch), num_mini_batches):
+        start = mini_batch.start
+        share = -(-len(mini_batch) // world_size)
+        of_mini_batch = sequences[start : mini_batch.stop]
+        for rank, rows in enumerate(balanced_parts(of_mini_batch, world_size, attention_length)):
             missing = share - len(rows)
             order[rank] += [start + row for row in rows] + [start] * missing
             is_real[rank] += [1] * len(rows) + [0] * missing
@@ -111,13 +114,17 @@ def balanced_parts(
     return [sorted(part) for part in plan]
 
 
-def mini_batch_rows(config: Config, num_rows: int, block: Actor | Critic) -> int:
-    """Rows of the actor's or the critic's mini-batches, over all processes.
+def num_mini_batches(config: Config, num_rows: int, block: Actor | Critic) -> int:
+    """Return into how many mini-batches the actor or the critic (`block`) divides the rows of all processes.
 
-    As configured; more only where the batch holds more rows than planned (groups of the step before have
-    joined it): a few rows too many must not get an optimizer step of their own.
+    There are as many as mini-batches of at most the configured size need. A batch that holds more rows than
+    planned (groups of the step before have joined it) has larger ones: a few rows too many must not get an
+    optimizer step of their own.
     """
     rollout = config.actor_rollout_ref.rollout
     planned = config.data.train_batch_size * rollout.n_agent * rollout.n
     size = block.ppo_mini_batch_size * rollout.n
-    return size if num_rows <= planned else -(-num_rows // -(-planned // size))
+    if num_rows > planned:
+        planned_count = -(-planned // size)
+        size = -(-num_rows // planned_count)
+    return -(-num_rows // size)

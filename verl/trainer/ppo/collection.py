@@ -122,13 +122,15 @@ class TrajectoryCollector:
             self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
             self._chosen = self._informative()
             num_groups, num_prompts = len(set(uids[self._chosen])), len(set(uids))
+            num_fresh = self.sampler.num_fresh(self._asked())
             may_go_on = len(self._rounds) < max_rounds and num_prompts < len(self.dataset)
-            may_go_on = may_go_on and self.sampler.num_left >= wanted
+            may_go_on = may_go_on and self.sampler.num_left >= wanted and num_fresh > 0
             if num_groups >= wanted or not refills or not may_go_on:
                 break
-            # As many as the share so far says are needed, and no more at once than without a filter.
+            # As many as the share so far says are needed, no more at once than without a filter, and no more
+            # than there are prompts that this step has not asked.
             share = max(num_groups, 1) / num_prompts
-            count = min(wanted, max(1, math.ceil((wanted - num_groups) / share)))
+            count = min(wanted, num_fresh, max(1, math.ceil((wanted - num_groups) / share)))
         if refills and num_groups < wanted:
             self.say(
                 f"step {step}: {num_groups} of {wanted} groups teach something after {len(self._rounds)} "
@@ -154,9 +156,8 @@ class TrajectoryCollector:
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
         rollout, number = self.config.actor_rollout_ref.rollout, len(self._rounds)
-        asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
         try:
-            indices = self.sampler.take(count, sorted(asked))
+            indices = self.sampler.take(count, sorted(self._asked()))
             prompts = self._answered(indices, f"step{step}.{number}" if number else f"step{step}")
         except DataFailed as error:
             raise RunStopped(f"step {step}: {error}") from error
@@ -166,6 +167,13 @@ class TrajectoryCollector:
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), number)
         keeps = rollout.keep_partial and not is_last
         return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=keeps)
+
+    def _asked(self) -> set[int]:
+        """Return the rows of the dataset that this step has asked, and those that go on in it."""
+        batches = [*self._rounds]
+        if self.unfinished is not None:
+            batches.append(self.unfinished)
+        return {int(row) for batch in batches for row in batch.non_tensor_batch["index"]}
 
     def drawn_ahead(self, number: int, count: int, asked: Sequence[int]) -> list[DataProto]:
         """The rows of each of the next `count` prompts, to be sampled ahead of their step. number: of the

@@ -37,7 +37,7 @@ class HeldOutSets:
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Those that are due after a step, the last one of the run or not: `eval/<name>/` avg@k, pass@j for
         j <= k, em, f1, searches, completion_len, unverified, truncated (`verl/evaluation/figures.py`), and a
-        line for each rollout. Equal seeds give equal draws.
+        line for each rollout. A figure over no rollout is missing. Equal seeds give equal draws.
         """
         metrics: dict[str, float] = {}
         lines: list[dict[str, Any]] = []
@@ -48,7 +48,8 @@ class HeldOutSets:
                 own = self._ask(generate, held_out, rows)
             summary = summarize(own, held_out.solved_at)
             figures = {name: value[0] for name, value in summary.items() if isinstance(value, list)}
-            figures |= {name: summary[name] for name in ("searches", "completion_len")}
+            of_verified = {name: summary[name] for name in ("searches", "completion_len")}
+            figures |= {name: value for name, value in of_verified.items() if value is not None}
             figures |= {name: float(summary[f"num_{name}"]) for name in ("unverified", "truncated")}
             metrics |= {f"eval/{held_out.name}/{name}": value for name, value in figures.items()}
             lines += own

@@ -28,7 +28,7 @@ from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo import metric_utils
-from verl.trainer.ppo.batching import arrange_for_workers, attention_length, mini_batch_rows
+from verl.trainer.ppo.batching import arrange_for_workers, attention_length, num_mini_batches
 from verl.trainer.ppo.collection import (
     TrajectoryCollector,
     split_unfinished,
@@ -51,7 +51,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.records import RunRecorder
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
-from verl.workers.engine.update_loop import shuffled
+from verl.workers.engine.update_loop import mini_batches, shuffled
 
 PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")  # for log-probs and values
 RESUMED = ("sampler", "kl_controller", "running_baseline", "health")  # have a state_dict in `RunState`
@@ -294,7 +294,7 @@ class RayPPOTrainer(ResumableRun):
     ) -> None:
         """Adds what the advantages and the update need: nothing is computed that is not used."""
         passes, actor = self.passes, self.config.actor_rollout_ref.actor
-        num_updates = actor.ppo_epochs * -(-len(batch) // mini_batch_rows(self.config, len(batch), actor))
+        num_updates = actor.ppo_epochs * num_mini_batches(self.config, len(batch), actor)
         columns = batch.select(list(PASS_COLUMNS), [])
         if passes.old_log_probs(trains_actor, num_updates):
             with timer("old_log_prob"):
@@ -321,11 +321,12 @@ class RayPPOTrainer(ResumableRun):
         rows = batch.select(columns, ["uid"], [])
         if block.shuffle:
             rows = rows.select_idxs(shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0))
-        size, tensors = mini_batch_rows(self.config, len(batch), block), rows.tensors
+        tensors = rows.tensors
+        count = num_mini_batches(self.config, len(batch), block)
         if block.loss_agg_mode == PROMPT_MEAN:  # is divided by what the uid's rows of a mini-batch sampled
             mask, uids = tensors["response_mask"], rows.non_tensor_batch["uid"]
-            starts = range(0, len(batch), size)
-            counts = [prompt_counts(mask[at : at + size], uids[at : at + size]) for at in starts]
+            spans = [slice(part.start, part.stop) for part in mini_batches(len(batch), count)]
+            counts = [prompt_counts(mask[span], uids[span]) for span in spans]
             tensors["prompt_tokens"], tensors["prompt_rows"] = map(torch.cat, zip(*counts, strict=True))
         if block.get("echo_coeff"):  # learns tokens of the response that the policy read and did not sample
             sampled = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"]
@@ -333,8 +334,8 @@ class RayPPOTrainer(ResumableRun):
         if group.dp_size == 1:
             tokens_per_rank = [int(tensors["attention_mask"].sum())]
         else:
-            rows, tokens_per_rank = arrange_for_workers(rows, group.dp_size, size, self._attention_length)
-        rows.meta_info = {"mini_batch_rows": -(-size // group.dp_size), "bypass_mode": self.passes.bypass}
+            rows, tokens_per_rank = arrange_for_workers(rows, group.dp_size, count, self._attention_length)
+        rows.meta_info = {"num_mini_batches": count, "bypass_mode": self.passes.bypass}
         return rows, tokens_per_rank
 
     @cached_property

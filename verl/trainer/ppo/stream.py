@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from verl.config import Config
+from verl.evaluation.figures import LOST
 from verl.protocol import DataProto, DataProtoFuture, object_array
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector, continuations
@@ -102,9 +103,8 @@ def single_rows(batch: DataProto | None) -> Iterator[tuple[str, int, DataProto]]
 
 
 def has_failed(row: DataProto) -> bool:
-    """Whether a trajectory ended for another reason than the policy's."""
-    reason = row.non_tensor_batch["trajectory"][0]["finish_reason"]
-    return reason in ("search_failed", "env_failed", "unverified")
+    """Return whether a trajectory ended for another reason than the policy's."""
+    return row.non_tensor_batch["trajectory"][0]["finish_reason"] in LOST
 
 
 @dataclass(frozen=True)

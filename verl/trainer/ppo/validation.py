@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.evaluation.figures import LOST
 from verl.protocol import DataProto
 from verl.trainer.ppo.collection import (
     VALIDATION_STREAM,
@@ -28,7 +29,7 @@ from verl.utils.announcing import announced
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.records.trajectories import find_question
 from verl.utils.reward_score.qa_em import documents_hold_answer, extract_solution, golden_answers
-from verl.verifiers.registry import UNVERIFIED, verifier_metrics
+from verl.verifiers.registry import verifier_metrics
 
 SAMPLED, GREEDY = "sampled", "greedy"
 
@@ -37,26 +38,32 @@ SAMPLED, GREEDY = "sampled", "greedy"
 class ValidationReport:
     """Scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy")."""
 
-    # mode -> a record of each question that was verified: see `question_records`
+    # mode -> a record of each question whose answer could be judged: see `question_records`
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # mode -> figures of the verifiers, and `unverified`, how many questions are not in `rows`
+    # mode -> a record of each other question: nobody knows what it is worth, so it is in no figure
+    left_out: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # mode -> figures of the verifiers
     verdicts: dict[str, dict[str, float]] = field(default_factory=dict)
     samples: DataProto | None = None  # of the first mode's first batch, for the trajectory records
     extra: ValidationReport | None = None  # of `data.extra_val_files`, if those were asked too
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
-        """`val/test_score/<data_source or environment>` (first mode); per mode EM, F1 and searches, the first
-        and the last by hops where known.
+        """Return `val/test_score/<data_source or environment>` (first mode); per mode EM, F1 and searches,
+        the first and the last by hops where known, and how many questions were left out: `unverified`, and of
+        these `search_failed`. A figure over no question is missing.
         """
         metrics: dict[str, float] = {}
         for column in ("data_source", "env_class"):
             for name, members in _group(next(iter(self.rows.values()), []), column).items():
                 metrics[f"{prefix}/test_score/{name}"] = _mean(members, "score")
         for mode, rows in self.rows.items():
-            figures = self._figures(rows)
-            failed = sum(row["finish_reason"] == "search_failed" for row in rows)
-            metrics |= {f"{prefix}/{mode}/{name}": figures[name] for name in ("em", "f1", "searches")}
+            figures = self._figures(mode)
+            left_out = self.left_out.get(mode, [])
+            failed = sum(row["finish_reason"] == "search_failed" for row in left_out)
+            if rows:
+                metrics |= {f"{prefix}/{mode}/{name}": figures[name] for name in ("em", "f1", "searches")}
             metrics[f"{prefix}/{mode}/search_failed"] = float(failed)
+            metrics[f"{prefix}/{mode}/unverified"] = float(len(left_out))
             for name in ("em", "searches"):
                 for hops, mean in figures[f"{name}_by_hops"].items():
                     metrics[f"{prefix}/{mode}/{name}/hops_{hops}"] = mean
@@ -68,24 +75,30 @@ class ValidationReport:
         return metrics | (self.extra.metrics(f"{prefix}_extra") if self.extra else {})
 
     def lines(self, questions: str = "val") -> list[dict[str, Any]]:
-        """A record of each question in each mode, for `validation.jsonl`: see `question_records`."""
+        """Return a record of each judged question in each mode, for `validation.jsonl`; see
+        `question_records`.
+        """
         lines = [
             {"questions": questions, "mode": mode, **row} for mode, rows in self.rows.items() for row in rows
         ]
         return lines + (self.extra.lines("extra") if self.extra else [])
 
     def summary(self) -> dict[str, Any]:
-        """Per mode: em, f1, searches, each with _by_hops, num_questions; for `summary.json`."""
-        result = {mode: self._figures(rows) for mode, rows in self.rows.items()}
+        """Return, for `summary.json`, per mode em, f1 and searches, each with _by_hops, over the judged
+        questions (None: there is none); num_questions, of all, and num_unverified, of those left out.
+        """
+        result: dict[str, Any] = {mode: self._figures(mode) for mode in self.rows}
         return result | ({"extra": self.extra.summary()} if self.extra else {})
 
-    def _figures(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def _figures(self, mode: str) -> dict[str, Any]:
+        rows = self.rows[mode]
+        num_unverified = len(self.left_out.get(mode, []))
         by_hops = {str(hops): members for hops, members in sorted(_group(rows, "hops").items())}
         means: dict[str, Any] = {}
         for name in ("em", "f1", "searches"):
-            means[name] = _mean(rows, name)
+            means[name] = _mean(rows, name) if rows else None
             means[f"{name}_by_hops"] = {hops: _mean(members, name) for hops, members in by_hops.items()}
-        return means | {"num_questions": len(rows)}
+        return means | {"num_questions": len(rows) + num_unverified, "num_unverified": num_unverified}
 
 
 def validate(
@@ -96,7 +109,8 @@ def validate(
     batch_size: int | None,
     seed: int,
 ) -> ValidationReport:
-    """Ask every question of `dataset` once in each mode; none is dropped, the last batch may be smaller.
+    """Ask every question of `dataset` once in each mode; the last batch may be smaller. A question whose
+    search or environment failed, or whose answer nobody could verify, is left out of the figures and counted.
 
     Args:
         generate: prompts -> a trajectory for each row, with the prompts' columns.
@@ -119,11 +133,10 @@ def validate(
                 verdicts += list(batch.non_tensor_batch["verdicts"])
                 if mode == modes[0]:
                     report.samples = batch if report.samples is None else report.samples
-        lost = (UNVERIFIED, "env_failed")  # nobody knows what these are worth: not 0
-        report.rows[mode] = [row for row in rows if row["finish_reason"] not in lost]
-        if any(verdicts) or len(report.rows[mode]) < len(rows):
-            unverified = {"unverified": float(len(rows) - len(report.rows[mode]))}
-            report.verdicts[mode] = verifier_metrics(verdicts) | unverified
+        report.rows[mode] = [row for row in rows if row["finish_reason"] not in LOST]
+        report.left_out[mode] = [row for row in rows if row["finish_reason"] in LOST]
+        if any(verdicts):
+            report.verdicts[mode] = verifier_metrics(verdicts)
     return report
 
 
@@ -189,13 +202,14 @@ def _group(rows: list[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any
 
 
 def _mean(rows: list[dict[str, Any]], key: str) -> float:
-    return float(np.mean([row[key] for row in rows])) if rows else 0.0
+    return float(np.mean([row[key] for row in rows]))
 
 
 def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, Any]:
     """What `summary.json` holds: em_before, em_after, em_before_by_hops, em_after_by_hops, searches_by_hops,
-    num_val_questions (sampled at temperature 1 if `trainer.val_modes` has that, else the first mode), and
-    the same with the suffix of every further mode, `_greedy`; for `data.extra_val_files` with the prefix
+    num_val_questions, num_unverified_before, num_unverified_after (questions that no figure counts; sampled
+    at temperature 1 if `trainer.val_modes` has that, else the first mode), and the same with the suffix of
+    every further mode, `_greedy`; for `data.extra_val_files` with the prefix
     `extra_`. Then steps, wall_seconds, seconds_by_phase, generated_tokens_per_second,
     trained_tokens_per_second, seed. What was not measured is None.
     """
@@ -228,6 +242,8 @@ def _validation_summary(before: dict[str, Any], after: dict[str, Any], prefix: s
             "em_after_by_hops": last.get("em_by_hops"),
             "searches_by_hops": (last or first).get("searches_by_hops"),
             "num_val_questions": (last or first).get("num_questions"),
+            "num_unverified_before": first.get("num_unverified"),
+            "num_unverified_after": last.get("num_unverified"),
         }
         summary |= {f"{prefix}{name}{f'_{mode}' if i else ''}": value for name, value in named.items()}
     return summary

@@ -56,19 +56,13 @@ class DifficultyPools(PromptSampler):
         pools[self.solve_rates <= self.config["hard_threshold"]] = HARD
         return pools
 
-    def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` row numbers, no row twice, and none of `skip` while there are others. What a pool
-        lacks comes from the normal one; what that lacks, from the hard, then the easy one.
+    def _draw(self, count: int, asked: set[int]) -> list[int]:
+        """Return the next `count` row numbers, none of `asked`. What a pool lacks comes from the normal one;
+        what that lacks, from the hard, then the easy one.
         """
-        self.check_left(count)
-        if count > self.num_left:  # a source of a mixture that is smaller than its share of a step
-            first = self.take(self.num_left, skip)
-            return first + self.take(count - len(first), [*skip, *first])
         pools = self.pools()
         may_be_taken = np.ones(self.num_rows, dtype=bool)
-        may_be_taken[list(self.retired)] = False
-        if self.num_left - len(set(skip) - self.retired) >= count:
-            may_be_taken[list(skip)] = False
+        may_be_taken[list(self.retired | asked)] = False
         members = [np.flatnonzero((pools == pool) & may_be_taken) for pool in (EASY, NORMAL, HARD)]
         easy = min(int(count * self.config["easy_share"] + 0.5), len(members[EASY]))
         hard = min(int(count * self.config["hard_share"] + 0.5), len(members[HARD]), count - easy)

@@ -134,7 +134,10 @@ class MixtureSampler(PromptSampler):
         self.drawn = np.zeros(len(samplers), dtype=np.int64)  # prompts of each source so far
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` rows of all sources, in an order of chance."""
+        """Return the next `count` rows of all sources, in an order of chance. No row comes twice, and none of
+        `skip`, while its source has others: a source with fewer rows than its share of a step gives rows
+        again.
+        """
         rng = np.random.default_rng([self.seed, self.num_draws])
         counts, starts = self._counts(count, rng), self.mixture.starts.tolist()
         rows: list[int] = []
@@ -165,6 +168,14 @@ class MixtureSampler(PromptSampler):
     @property
     def num_left(self) -> int:
         return sum(sampler.num_left for sampler in self.samplers.values())
+
+    def num_fresh(self, asked: Collection[int]) -> int:
+        of_sources: list[list[int]] = [[] for _ in self.samplers]
+        for row in asked:
+            number = self.mixture.source_of(row)
+            of_sources[number].append(row - int(self.mixture.starts[number]))
+        samplers = self.samplers.values()
+        return sum(sampler.num_fresh(rows) for sampler, rows in zip(samplers, of_sources, strict=True))
 
     def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
         samplers = list(self.samplers.values())

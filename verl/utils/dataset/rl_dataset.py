@@ -10,9 +10,9 @@ SkyRL's, and data_source and the reward's column may be missing.
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,8 @@ class DataFailed(RuntimeError):
 class PromptSampler:
     """Row numbers to ask: every row once an epoch, in an order that depends on (seed, epoch) alone.
 
-    Rows left over at an epoch's end, too few for what is asked for, are left out of that epoch.
+    Rows left over at an epoch's end, too few for what is asked for, are left out of that epoch. A row that
+    the step has asked already, in the epoch before, is postponed: it comes first once it may be asked again.
 
     Args:
         num_rows, batch_size: rows of the data set, and of a training step. ValueError: too few rows for one.
@@ -201,6 +202,7 @@ class PromptSampler:
         self.num_rows, self.batch_size, self.shuffle, self.seed = num_rows, batch_size, shuffle, seed
         self.retire_solved, self.retired = retire_solved, set[int]()
         self.epoch, self.position = 0, 0
+        self.postponed: list[int] = []  # rows whose turn it was while they might not be asked
         self._order = lru_cache(1)(self.order_of)
 
     def __len__(self) -> int:
@@ -208,27 +210,76 @@ class PromptSampler:
         return self.num_rows // self.batch_size
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` row numbers, in batches of at most `batch_size`; goes on into the next epoch by
-        itself. `skip`: rows that the step has asked, which only `DifficultyPools` would give again.
-        DataFailed: too many rows are retired.
+        """Return the next `count` row numbers, going on into the next epoch where this one ends.
+
+        No row comes twice, and none of `skip` (rows that the step has asked, or that are under way), while
+        there are others. Where there are none left, as a step asks more than there are rows, rows are asked
+        again, those of `skip` first. DataFailed: too many rows are retired.
         """
         self.check_left(count)
+        asked = set(skip)
         taken: list[int] = []
         while len(taken) < count:
-            order, places = self._order(self.epoch), range(self.position, self.num_rows)
-            left = (place for place in places if int(order[place]) not in self.retired)
-            found = list(islice(left, wanted := min(count - len(taken), self.batch_size)))
-            if len(found) == wanted:
-                self.position = found[-1] + 1
-                taken += order[found].tolist()
-            else:
-                self.epoch, self.position = self.epoch + 1, 0
+            if self.num_fresh(asked) <= 0:
+                asked = set(taken)
+            if self.num_fresh(asked) <= 0:
+                asked = set()
+            rows = self._draw(min(count - len(taken), self.num_fresh(asked)), asked)
+            taken += rows
+            asked.update(rows)
         return taken
+
+    def _draw(self, count: int, asked: set[int]) -> list[int]:
+        """Return the next `count` rows that are not in `asked`, no row twice. There are so many."""
+        rows: list[int] = []
+        while len(rows) < count:
+            rows += self._next_of_epoch(min(count - len(rows), self.batch_size), asked.union(rows))
+        return rows
+
+    def _next_of_epoch(self, count: int, asked: set[int]) -> list[int]:
+        """Return the next `count` rows of one epoch that are not in `asked`: of this epoch, or of the next
+        one if too few of this one are left.
+        """
+        while True:
+            order = self._order(self.epoch)
+            position = self.position
+            waiting = deque(self.postponed)
+            barred = set(asked)
+            rows: list[int] = []
+            rows_that_waited: list[int] = []
+            postponed: list[int] = []
+            while len(rows) < count and (waiting or position < self.num_rows):
+                has_waited = bool(waiting)
+                if has_waited:
+                    row = waiting.popleft()
+                else:
+                    row = int(order[position])
+                    position += 1
+                if row in self.retired:
+                    continue
+                if row in barred:
+                    postponed.append(row)
+                    continue
+                barred.add(row)
+                rows.append(row)
+                if has_waited:
+                    rows_that_waited.append(row)
+            if len(rows) == count:
+                self.position = position
+                self.postponed = [*postponed, *waiting]
+                return rows
+            self.epoch += 1
+            self.position = 0
+            self.postponed = [*rows_that_waited, *postponed]
 
     @property
     def num_left(self) -> int:
         """Rows that are not retired."""
         return self.num_rows - len(self.retired)
+
+    def num_fresh(self, asked: Collection[int]) -> int:
+        """Return how many rows are neither retired nor in `asked`."""
+        return self.num_left - len(set(asked) - self.retired)
 
     def check_left(self, count: int, left: int | None = None) -> None:
         """DataFailed: too many rows are retired to ask `count`, or a batch where that is less."""
@@ -280,12 +331,13 @@ class PromptSampler:
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on; plain numbers."""
         numbers = {"epoch": self.epoch, "position": self.position, "num_rows": self.num_rows}
-        return numbers | {"batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed}
+        numbers |= {"batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed}
+        return numbers | {"postponed": list(self.postponed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. ValueError: data, batch size or seed are others than when it was saved."""
         own = self.state_dict()
-        if state.keys() != own.keys():
+        if state.keys() | {"postponed"} != own.keys():  # older versions postponed none
             raise ValueError(
                 "Found a checkpoint of another kind of data: it was made with another value of "
                 "data.streaming, or with data.mixture. Use the old settings, or trainer.resume_mode=none."
@@ -297,6 +349,11 @@ class PromptSampler:
                     "the data order it began with. Use the old value, or trainer.resume_mode=none."
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._load_postponed(state.get("postponed", ()))
+
+    def _load_postponed(self, postponed: Sequence[Any]) -> None:
+        """Take the postponed rows of a `state_dict`."""
+        self.postponed = list(postponed)
 
 
 def read_rows(

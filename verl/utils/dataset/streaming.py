@@ -193,6 +193,9 @@ class Cursor(NamedTuple):
     skipped: int = 0
 
 
+Postponed = tuple[Cursor, int, dict[str, Any]]  # the place before a row, its index, and its prompt
+
+
 class StreamSampler(PromptSampler):
     """Draws from a stream; a thread has the prompts of the next two steps ready, and no more.
 
@@ -203,35 +206,60 @@ class StreamSampler(PromptSampler):
     def __init__(self, stream: RowStream, step_size: int, batch_size: int, *sampling: Any) -> None:
         self.stream, self.cursor, self.num_ahead = stream, Cursor(), _STEPS_AHEAD * step_size
         self._thread: ThreadPoolExecutor | None = None
+        self._postponed: list[Postponed] = []
         self._ahead = deque[Future[tuple[int, dict[str, Any], Cursor]]]()
         super().__init__(len(stream), batch_size, *sampling)
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` rows. DataFailed: a row can't be read or is too long, or too many are retired."""
-        if self.retired:
-            self.check_left(count)
+        """Return the next `count` rows, as `PromptSampler` does. DataFailed: a row can't be read or is too
+        long, or too many are retired.
+        """
         if self._thread is None:
             self._thread, self._made = ThreadPoolExecutor(1, "rows"), self._prompts(self.cursor)
-        taken: list[tuple[int, dict[str, Any]]] = []
-        last_epoch = self.cursor.epoch  # in which a row was found
+        self.stream.ready = {}
         try:
             self._go_ahead()
-            while len(taken) < count:
-                index, item, self.cursor = self._ahead.popleft().result()
-                self._go_ahead()
-                if index not in self.retired:
-                    taken.append((index, item))
-                    last_epoch = self.cursor.epoch
-                elif self.cursor.epoch > last_epoch + 1:
-                    self.check_left(count, left=0)
+            rows = super().take(count, skip)
         except BaseException as error:  # with it the thread's prompts have ended
             self.close()
             if isinstance(error, ValueError | OSError | pa.ArrowException):
                 raise DataFailed(f"the training rows can't be used: {error}") from error
             raise
         self.epoch, self.position = self.cursor.epoch, self.cursor.position
-        self.stream.ready = dict(taken)
-        return [index for index, _ in taken]
+        return rows
+
+    def _draw(self, count: int, asked: set[int]) -> list[int]:
+        """Return the next `count` rows that are not in `asked`, no row twice. How many rows there are may be
+        an estimate: where a whole epoch has none, rows are asked again.
+        """
+        barred = set(asked)
+        waiting = deque(self._postponed)
+        postponed: list[Postponed] = []
+        rows: list[int] = []
+        last_epoch = self.cursor.epoch  # in which a row was found
+        while len(rows) < count:
+            if waiting:
+                before, index, item = waiting.popleft()
+            else:
+                before = self.cursor
+                index, item, self.cursor = self._ahead.popleft().result()
+                self._go_ahead()
+            if index not in self.retired and index not in barred:
+                rows.append(index)
+                self.stream.ready[index] = item
+                barred.add(index)
+                last_epoch = self.cursor.epoch
+                continue
+            if index not in self.retired:
+                postponed.append((before, index, item))
+            if self.cursor.epoch > last_epoch + 1:
+                if not barred:
+                    self.check_left(count, left=0)
+                barred.clear()
+                postponed.clear()
+                last_epoch = self.cursor.epoch
+        self._postponed = [*postponed, *waiting]
+        return rows
 
     def _go_ahead(self) -> None:
         """Has the thread make prompts until so many are ready, and one more."""
@@ -277,12 +305,21 @@ class StreamSampler(PromptSampler):
         return super().metrics() | {"data/skipped": float(self.cursor.skipped)}
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.cursor._asdict()
+        state = super().state_dict() | self.cursor._asdict()
+        return state | {"postponed": [list(before) for before, _, _ in self._postponed]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
         self.close()
+        super().load_state_dict(state)
         self.cursor = Cursor(*(int(state[name]) for name in Cursor._fields))
+
+    def _load_postponed(self, postponed: Sequence[Any]) -> None:
+        """Read the postponed rows of a `state_dict` again: each is the next one after its cursor."""
+        self._postponed = []
+        for numbers in postponed:
+            before = Cursor(*numbers)
+            index, item, _ = next(self._prompts(before))
+            self._postponed.append((before, index, item))
 
     def close(self) -> None:
         """Ends the thread; what it has made ready is made again when it is asked for."""

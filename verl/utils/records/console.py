@@ -134,7 +134,13 @@ def _mode_line(mode: str, figures: Mapping[str, Any]) -> str:
         parts = [f"{hops} hop{'s' * (hops != '1')} {value:{form}}" for hops, value in values.items()]
         return f" ({', '.join(parts)})" if len(parts) > 1 else ""
 
+    num_unverified = figures.get("num_unverified", 0)
+    left_out = ""
+    if num_unverified:
+        left_out = f"; {num_unverified} of {figures['num_questions']} questions failed and are left out"
+    if figures["em"] is None:
+        return f"{mode} EM not measured{left_out}"
     return (
         f"{mode} EM {figures['em']:.3f}{by_hops(figures['em_by_hops'], '.3f')}, "
-        f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}"
+        f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}{left_out}"
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.evaluation.figures import LOST
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.reward_score.qa_em import em_check, extract_solution, f1_check, golden_answers
 
@@ -69,7 +70,9 @@ class TokenTexts:
 def trajectory_records(
     batch: DataProto, texts: TokenTexts, step: int, split: str, count: int
 ) -> list[dict[str, Any]]:
-    """Records of at most `count` rows, spread evenly over the batch. split: "train" or "val"."""
+    """Return records of at most `count` rows, spread evenly over the batch. split: "train" or "val". The
+    score of a trajectory that could not be judged is None.
+    """
     assert batch.batch is not None
     tensors, fields = batch.batch, batch.non_tensor_batch
     width = tensors["responses"].shape[1]
@@ -83,6 +86,7 @@ def trajectory_records(
         except ValueError:  # what a user's own reward compares with is shown as it is
             gold = [str(fields["reward_model"][i]["ground_truth"])]
         answer = extract_solution(trajectory["policy_text"])
+        is_lost = trajectory["finish_reason"] in LOST
         records.append(
             {
                 "step": step,
@@ -94,7 +98,7 @@ def trajectory_records(
                 "answer": answer,
                 "em": 0 if answer is None else em_check(answer, gold),
                 "f1": 0.0 if answer is None else f1_check(answer, gold),
-                "score": float(tensors["token_level_scores"][i].sum()),
+                "score": None if is_lost else float(tensors["token_level_scores"][i].sum()),
                 "extra_info": extra_info,
                 "trajectory": trajectory,
                 "tokens": texts(tensors["responses"][i, :length].tolist()),

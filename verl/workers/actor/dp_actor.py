@@ -257,9 +257,9 @@ class DataParallelPPOActor:
         self.entropy_controller = get_entropy_controller(config)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
-        """ppo_epochs passes over the rows, one optimizer step per mini-batch (of meta_info `mini_batch_rows`
-        rows on this rank; else as configured). Returns metrics `actor/*`, and `rollout_corr/*` where the
-        rollout_log_probs have not been compared with anything yet.
+        """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `num_mini_batches`;
+        else as many as the configured size makes of this rank's rows). Returns metrics `actor/*`, and
+        `rollout_corr/*` where the rollout_log_probs have not been compared with anything yet.
 
         Reads input_ids, attention_mask, position_ids, response_mask, and the columns of `loss_columns`. In
         the first mini-batch the policy is still the one that old_log_probs are of: the ratio is 1, and they

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -210,8 +210,8 @@ class UpdateLoop:
         self.skipped_update = ""  # why, in words, of the last time that one was skipped
 
     def num_steps(self, data: DataProto) -> int:
-        """Optimizer steps that `run` makes on these rows."""
-        return self.config["ppo_epochs"] * len(mini_batches(len(data), self._rows_of_mini_batch(data)))
+        """Return how many optimizer steps `run` makes on these rows."""
+        return self.config["ppo_epochs"] * self._num_mini_batches(data)
 
     def run(
         self, data: DataProto, batch: Mapping[str, Tensor], objective_of: Callable[[MiniBatch], Objective]
@@ -219,9 +219,10 @@ class UpdateLoop:
         """ppo_epochs passes over the rows; returns metrics, the same on every rank.
 
         Args:
-            data: this rank's rows; meta_info `mini_batch_rows` says how many make a mini-batch (else as
-                configured), and `uid` names them in the log. batch: its tensors, or those of their turns'
-                rows (`verl/utils/turn_rows.py`): mini-batches are sets of rows of `data` all the same.
+            data: this rank's rows; meta_info `num_mini_batches` says into how many they are divided, the
+                same number on every rank (else as many as the configured size makes of this rank's rows), and
+                `uid` names them in the log. batch: its tensors, or those of their turns' rows
+                (`verl/utils/turn_rows.py`): mini-batches are sets of rows of `data` all the same.
         """
         engine, num_skipped = self.engine, 0
         of_steps: dict[str, list[float]] = {}  # of each metric, its values in the optimizer steps
@@ -266,15 +267,18 @@ class UpdateLoop:
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]
         self.skipped_update = state["skipped_update"]
 
-    def _rows_of_mini_batch(self, data: DataProto) -> int:
-        return data.meta_info.get("mini_batch_rows", self.mini_batch_rows)
+    def _num_mini_batches(self, data: DataProto) -> int:
+        """Return how many mini-batches the rows of this rank make."""
+        as_configured = -(-len(data) // self.mini_batch_rows)
+        return int(data.meta_info.get("num_mini_batches", as_configured))
 
     def _mini_batches(self, data: DataProto, batch: Mapping[str, Tensor]) -> Iterator[MiniBatch]:
-        number, size = 0, self._rows_of_mini_batch(data)
+        number = 0
+        of_trajectories = mini_batches(len(data), self._num_mini_batches(data))
         # one for all ranks, whose turns may be of other lengths than those here
         scale_factor = self.loss_scale_factor or data.tensors["response_mask"].shape[1]
         for epoch in range(self.config["ppo_epochs"]):
-            all_rows = [rows_of(trajectories, batch) for trajectories in mini_batches(len(data), size)]
+            all_rows = [rows_of(trajectories, batch) for trajectories in of_trajectories]
             if self.config["shuffle"]:
                 order = shuffled(len(all_rows), self.seed, self.engine.num_training_steps, epoch)
                 all_rows = [all_rows[i] for i in order]
@@ -350,9 +354,20 @@ def _op(name: str) -> str:
     return ending if ending in ("min", "max") else "sum"
 
 
-def mini_batches(num_rows: int, size: int) -> list[list[int]]:
-    """Rows 0..num_rows-1 in consecutive slices of `size`; the last may be smaller."""
-    return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
+def mini_batches(num_rows: int, count: int) -> list[range]:
+    """Divide rows 0..num_rows-1 into `count` consecutive parts. Sizes differ by at most one, larger first.
+
+    This is the one definition of where mini-batches begin. The driver applies it to the rows of all ranks and
+    gives each rank an equal share of every part, rounded up. These shares again differ by at most one and do
+    not grow, so a rank that applies it to its own rows finds the same parts.
+
+    Example: 10 rows in 4 parts are rows 0-2, 3-5, 6-7 and 8-9.
+    """
+    if count == 0:
+        return []
+    size, num_larger = divmod(num_rows, count)
+    starts = [number * size + min(number, num_larger) for number in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int) -> int:
