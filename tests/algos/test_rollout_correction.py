@@ -279,3 +279,17 @@ def test_a_truncated_distribution_is_not_compared_with_a_whole_one(name, on):
     check_correction(OFF, SimpleNamespace(**cut))
     with pytest.raises(ValueError, match=f"Found actor_rollout_ref.rollout.{name}=.* truncated"):
         check_correction(OFF | on, SimpleNamespace(**cut))
+
+
+def test_every_name_of_a_rejection_has_its_own_threshold_and_each_must_keep_a_token():
+    """Ratios of trainer to engine of row 1: 3 and 1/2, with k2 of .60 and .24."""
+    rows = two_rows().tensors
+    arguments = (rows["old_log_probs"], rows["rollout_log_probs"], rows["response_mask"])
+    for names, thresholds, kept in (
+        ("token_k1,token_k2", "0.1_10,0.5", [0, 0, 1]),
+        ("token_k2,token_k1", "0.5,0.1_10", [0, 0, 1]),
+        ("token_k1,token_k2", "0.1_1.5,0.5", [0, 0, 0]),
+        ("token_k1,token_k2", "0.1_10,9", [1, 0, 1]),
+    ):
+        rejected, _ = algos.rejection_mask(*arguments, names, thresholds)
+        assert (rows["response_mask"] * ~rejected).tolist() == [[1, 1, 1], kept]
