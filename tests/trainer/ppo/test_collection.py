@@ -336,3 +336,22 @@ def test_thrift_counts_by_the_share_of_all_that_was_generated_whatever_the_filte
     assert metrics["thrift/guard"] == batch.meta_info["solved_share"] == pytest.approx(6 / 12)
     plain = World(scores, searches=searches).collect()
     assert "thrift/guard" not in plain[1] and "solved_share" not in plain[0].meta_info
+
+
+def test_a_step_has_the_figures_of_each_kind_of_question_and_failed_searches_do_not_count():
+    class Kinds(World):
+        def row(self, i: int) -> dict[str, Any]:
+            return super().row(i) | {"data_source": "nq", "extra_info": {"hops": 1 + i % 2}}
+
+    world = Kinds([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 0.0]], reasons={3: ["answer", "search_failed"]})
+    _, metrics = world.collect()
+    names = {name for name in metrics if name.startswith("kinds/")}
+    assert names == {
+        f"kinds/nq.hops_{hops}/{figure}"
+        for hops in (1, 2)
+        for figure in ("em", "score", "searches", "count", "questions")
+    }
+    assert metrics["kinds/nq.hops_1/score"] == 0.75 and metrics["kinds/nq.hops_1/count"] == 4
+    assert metrics["kinds/nq.hops_2/score"] == pytest.approx(1 / 3)
+    assert metrics["kinds/nq.hops_2/count"] == 3 and metrics["kinds/nq.hops_2/questions"] == 2
+    assert metrics["train/answered"] == 1.0

@@ -110,6 +110,7 @@ def report(em: float, samples: DataProto | None = None) -> ValidationReport:
             "env_class": "search",
             "hops": 1 + i % 2,
             "data_source": "cheese",
+            "judged_by": "em",
             "finish_reason": "answer",
             "documents_hold_answer": 1.0,
             "first_query_right": None,

@@ -100,6 +100,22 @@ def test_the_summary_has_the_sampled_figures_first_and_all_that_is_promised(tmp_
     assert summary["trained_tokens_per_second"] == 600.0
 
 
+def test_the_last_lines_of_a_run_say_what_was_not_learnt(tmp_path, capsys):
+    state = RunState()
+    recorder = run(make_config(tmp_path), 2, state, None)
+    for figures in state.validation["after"]["sampled"]["kinds"].values():
+        figures["count"] = 100
+    state.validation["after"]["sampled"]["kinds"]["cheese.hops_2"] |= {"em": 0.0, "searches": 1.0}
+    summary = recorder.finish(run_summary(state, 5.0, seed=3))
+    recorder.close()
+    assert [line["kind"] for line in summary["not_learnt"]] == ["2 hops"]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["not_learnt"] == summary["not_learnt"]
+    assert capsys.readouterr().out.splitlines()[-2:] == [  # 0.4 before, 0.5 after, of few questions
+        "  not learnt: 2 hops 0.000 (one search for every question)",
+        "  nothing was learnt: beyond chance, the answers are no better than before training",
+    ]
+
+
 def test_rule_10_the_records_of_a_killed_and_resumed_run_are_those_of_an_undisturbed_one(tmp_path):
     undisturbed = make_config(tmp_path / "a")
     run(undisturbed, 6, RunState(), None).close()

@@ -25,6 +25,7 @@ from verl.config import Config
 from verl.environments.registry import SEARCH
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import environment_metrics, environment_of
+from verl.trainer.ppo.kinds import kind_metrics, kind_of
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import can_save_searches, solved_rows, solved_share, values_named
@@ -321,6 +322,7 @@ class TrajectoryCollector:
             unsolved = set(uids[usable & ~solved_rows(batch)])
             metrics |= self.dataset.metrics(sources, _scores_by(batch, "uid", usable), unsolved)
         metrics |= verifier_metrics(columns["verdicts"].tolist())
+        metrics |= self._kind_metrics([row for row, score in enumerate(scores) if score is not None])
         if usable.any():
             extra = columns["reward_extra"][usable]
             names = [name for name, value in extra[0].items() if isinstance(value, int | float)]
@@ -335,6 +337,31 @@ class TrajectoryCollector:
                 "train/score": float(batch.tensors["outcome"].numpy()[usable].mean()),
                 "train/searches": float(np.mean([record["num_searches"] for record in records[usable]])),
             }
+        return metrics
+
+    def _kind_metrics(self, judged: Sequence[int]) -> dict[str, float]:
+        """Return `kinds/..` of the rows whose score is known, and `train/answered` of those with searches."""
+        columns = self._batch.non_tensor_batch
+        records = [columns["trajectory"][row] for row in judged]
+        environments = [environment_of(record) for record in records]
+        kinds = []
+        for row, environment in zip(judged, environments, strict=True):
+            hops = (columns["extra_info"][row] or {}).get("hops")
+            kinds.append(kind_of(environment, columns["data_source"][row], hops))
+        metrics = kind_metrics(
+            kinds,
+            [columns["uid"][row] for row in judged],
+            [float(columns["em"][row]) for row in judged],
+            [float(columns["reward_extra"][row]["score"]) for row in judged],
+            [record["num_searches"] for record in records],
+        )
+        reasons = [
+            record["finish_reason"]
+            for record, environment in zip(records, environments, strict=True)
+            if environment == SEARCH
+        ]
+        if reasons:
+            metrics["train/answered"] = reasons.count("answer") / len(reasons)
         return metrics
 
     # ------------------------------------------------------------------------------------------ checkpoints

@@ -1,23 +1,54 @@
 """Says early, and in plain words, that a run is going wrong: one line per sign, from its steps' metrics.
 
-    step, metrics --HealthMonitor.check--> ["the entropy is 0.004 nats per token: ...", ...]
+    step, metrics --HealthMonitor.check--> [HealthFinding("entropy_gone", "the entropy ...", 31), ...]
 
-A sign must be seen several steps in a row, and is not repeated for `QUIET_STEPS`. Several signs compare with
-the run's first `EARLY_STEPS`. A metric that a run does not have is not looked at. The limits in `signs` are
-wide of what runs that learn show: a line is worth reading, and no line proves nothing.
+`signs` are seen in one step's metrics; several compare with the run's first `EARLY_STEPS`. A sign must be
+seen several steps in a row, and is not repeated for `QUIET_STEPS`. The limits are wide of what runs that
+learn show: a line is worth reading, and no line proves nothing. A metric that a run does not have is not
+looked at.
+
+A collapse is a figure that leaves the best level which the run itself has had (`drifts`):
+
+    no_answers            fewer trajectories end with an answer: by more than 0.1, and by 0.35 beyond that
+                          when added up over the steps
+    falls_apart           the entropy is at more than twice its lowest level (0.5 to 1 nat above it), by 6
+                          such distances when added up
+    searches_fall:<kind>  a kind of question gets 0.25 searches less, by 1.2 beyond that when added up, while
+                          its solve rate falls too
+    kind_lost:<kind>      the solve rate of a kind is below about half of its best, by more than chance
+    all_lost              the same over all kinds together, each compared with its own best
+
+One bad step counts for a quarter of a limit, so that no collapse is found before its fourth step; the limits
+grow where steps have few rows. They are wide of dips that healthy runs of the microworld recover from by
+themselves within six steps: an answer in 68 % of the trajectories for a step or 78 to 88 % for four, 2 nats
+more entropy for three steps; and of 1-hop questions that lose a second search which they do not need. A kind
+that is lost for eight steps is reported, also if the run finds it again later.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from verl.trainer.ppo.drifts import Drift, Level, halved_evidence
+from verl.trainer.ppo.kinds import by_kind, kind_words
 from verl.trainer.ppo.run_state import RunStopped
 
 EARLY_STEPS = 5  # what "at the start" is the mean of
 QUIET_STEPS = 50  # steps before the same sign is told again
-PATIENCE = {"few_groups_teach": 5, "mismatch": 1}  # steps in a row before a sign is told; 3 for the others
+# Steps in a row before a sign is told; 3 for the others. A strong rise of the entropy is a collapse first.
+PATIENCE = {"few_groups_teach": 5, "mismatch": 1, "entropy_rises": 5}
+_ANSWERED = ("train/answered", "env/finish_ratio")  # the second: of logs without the first
+_ROWS_UNKNOWN = 32.0  # of a step whose metrics do not say how many there are
+_BY_DIFFICULTY = {"filter/retired", "pools/measured"}  # with these, solved questions are asked less often
+_LOST_LIMIT = 10.0  # nats, for solve rates alone: by chance once in exp(10) steps of a kind
+_LOST_TOO = 2.3  # nats, for those of a kind that is also searched for less: ten to one
+_LEAST_SOLVED = 0.01  # a kind that was never solved more often than this cannot be lost
+_SEARCHES_DEVIATION = 0.7  # of the number of searches of the questions of a kind
+_MOST_KINDS = 64  # that are watched in one run: those that come first
 _COMPARED = ("actor/entropy", "critic/score/mean", "response_length/mean")
 _MORE_ENTROPY = (
     "Try actor.entropy_ctrl.target_entropy, a larger actor.entropy_coeff or actor.clip_ratio_high, or a "
@@ -113,6 +144,21 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
     return seen
 
 
+@dataclass(frozen=True)
+class HealthFinding:
+    """A sign that a run shows.
+
+    name: of the sign; one of a kind of question ends with ":" and the kind. line: for the user. onset: the
+    step at which it began; for a collapse the one at which the figure left its own level. is_collapse: the
+    run has lost what it could do, and a checkpoint from before `onset` still has it.
+    """
+
+    name: str
+    line: str
+    onset: int
+    is_collapse: bool
+
+
 class HealthMonitor:
     """Watches one run. Its state goes into checkpoints: "at the start" means the run's, not the restart's."""
 
@@ -120,30 +166,254 @@ class HealthMonitor:
         self._early: dict[str, list[float]] = {name: [] for name in _COMPARED}
         self._in_a_row: dict[str, int] = {}
         self._last_told: dict[str, int] = {}
+        self._levels: dict[str, Level] = {}  # by what they are of, as the drifts
+        self._drifts: dict[str, Drift] = {}
+        self._open: dict[str, HealthFinding] = {}  # collapses that were seen and have not been left
+        self._kinds: dict[str, dict[str, dict[str, float]]] = {}  # see `training_figures`
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The lines to show after this step; most often none."""
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[HealthFinding]:
+        """Return what is to be told after this step; most often nothing."""
         full = {name: values for name, values in self._early.items() if len(values) == EARLY_STEPS}
         seen = signs(metrics, {name: sum(values) / len(values) for name, values in full.items()})
         for name, values in self._early.items():
             if name in metrics and len(values) < EARLY_STEPS:
                 values.append(float(metrics[name]))
         self._in_a_row = {sign: self._in_a_row.get(sign, 0) + 1 for sign in seen}
-        lines = []
+        self._look_for_collapses(step, metrics)
+        findings = [finding for name, finding in self._open.items() if not self._is_quiet(name, step)]
         for sign, line in seen.items():
-            is_quiet = sign in self._last_told and step - self._last_told[sign] < QUIET_STEPS
-            if self._in_a_row[sign] >= PATIENCE.get(sign, 3) and not is_quiet:
-                self._last_told[sign] = step
-                lines.append(line)
-        return lines
+            in_a_row = self._in_a_row[sign]
+            is_told = self._is_quiet(sign, step)
+            if sign == "entropy_rises" and "falls_apart" in self._open:
+                is_told = True
+            if in_a_row >= PATIENCE.get(sign, 3) and not is_told:
+                findings.append(HealthFinding(sign, line, step - in_a_row + 1, is_collapse=False))
+        self._last_told |= {finding.name: step for finding in findings}
+        return findings
+
+    def _is_quiet(self, name: str, step: int) -> bool:
+        return name in self._last_told and step - self._last_told[name] < QUIET_STEPS
+
+    @property
+    def open_collapses(self) -> list[HealthFinding]:
+        """The collapses that the run has not left, oldest first."""
+        return sorted(self._open.values(), key=lambda finding: (finding.onset, finding.name))
+
+    # ------------------------------------------------------------------------- collapses
+
+    def _look_for_collapses(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Bring levels, drifts and open collapses to the end of this step."""
+        kinds = {kind: figures for kind, figures in by_kind(metrics).items() if _is_whole(figures)}
+        self._look_at_actions(step, metrics, sum(figures["count"] for figures in kinds.values()))
+        self._look_at_entropy(step, metrics)
+        kinds = {
+            kind: figures
+            for kind, figures in kinds.items()
+            if kind in self._kinds or len(self._kinds) < _MOST_KINDS
+        }
+        for kind, figures in kinds.items():
+            self._note_figures(kind, figures)
+        if kinds and _BY_DIFFICULTY.isdisjoint(metrics):  # else solve rates say nothing about the policy
+            evidence = self._evidence(kinds)
+            for kind, figures in kinds.items():
+                self._look_at_kind(step, kind, figures)
+            self._look_at_all_kinds(step, kinds, evidence)
+
+    def _look_at_actions(self, step: int, metrics: Mapping[str, float], num_rows: float) -> None:
+        name = next((name for name in _ANSWERED if name in metrics), None)
+        if name is None or not math.isfinite(metrics[name]):
+            return
+        answered = float(metrics[name])
+        num_rows = num_rows or _ROWS_UNKNOWN
+        level = self._levels.setdefault("answered", Level())
+        drift = self._drifts.setdefault("answered", Drift())
+        best = level.best
+        if best is not None:
+            noise = math.sqrt(best * (1 - best) / num_rows)
+            slack = max(0.1, noise)
+            limit = max(0.35, 6 * noise)
+            drift.add(step, answered < best - slack / 2, best - slack - answered, limit)
+            line = (
+                f"since step {drift.left} fewer trajectories end with an answer: {answered:.0%} now, "
+                f"{best:.0%} at their best. The policy forgets how to act. {_go_back(drift.left)}"
+            )
+            self._open_or_close("no_answers", drift, limit, line)
+        level.add_share(answered, num_rows)
+        if drift.total == 0.0:
+            level.forget()
+
+    def _look_at_entropy(self, step: int, metrics: Mapping[str, float]) -> None:
+        entropy = float(metrics.get("actor/entropy", math.nan))
+        if not math.isfinite(entropy):
+            return
+        level = self._levels.setdefault("entropy", Level())  # of the entropy's negative: less is better
+        drift = self._drifts.setdefault("entropy", Drift())
+        if level.best is not None:
+            lowest = -level.best
+            slack = min(max(lowest, 0.5), 1.0)
+            limit = 6 * slack
+            drift.add(step, entropy > lowest + slack / 2, entropy - lowest - slack, limit)
+            line = (
+                f"the entropy rose from {lowest:.2g} to {entropy:.2g} nats per token since step "
+                f"{drift.left}: the policy falls apart into random text. {_go_back(drift.left)}"
+            )
+            self._open_or_close("falls_apart", drift, limit, line)
+        level.add_mean(-entropy, 1.0, 0.0)
+        if drift.total == 0.0:
+            level.forget()
+
+    def _evidence(self, kinds: Mapping[str, Mapping[str, float]]) -> float:
+        """Return the sum of `halved_evidence` over the kinds, each compared with its own level."""
+        evidence = 0.0
+        for kind, figures in kinds.items():
+            best = self._levels.get(f"score:{kind}", Level()).best or 0.0
+            if best > _LEAST_SOLVED:
+                evidence += halved_evidence(_share(figures["score"]), best, figures["questions"])
+        return evidence
+
+    def _look_at_all_kinds(
+        self, step: int, kinds: Mapping[str, Mapping[str, float]], evidence: float
+    ) -> None:
+        """Find many small kinds that are lost together; kinds that are lost each by itself are told so."""
+        drift = self._drifts.setdefault("all", Drift())
+        drift.add(step, evidence > 0, evidence, _LOST_LIMIT)
+        if drift.total > 0 and any(":" in name for name in self._open):
+            return
+        rows = sum(figures["count"] for figures in kinds.values())
+        score = sum(figures["score"] * figures["count"] for figures in kinds.values()) / rows
+        line = (
+            f"since step {drift.left} the policy solves far fewer questions than it did, over all kinds "
+            f"(mean score {score:.2g} now). {_go_back(drift.left)}"
+        )
+        self._open_or_close("all_lost", drift, _LOST_LIMIT, line)
+
+    def _look_at_kind(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
+        words = kind_words(kind, self._kinds)
+        questions = figures["questions"]
+        lost: tuple[Drift, float, float] | None = None  # the further one, now, at its best
+        for measure in ("em", "score"):
+            value = _share(figures[measure])
+            level = self._levels.setdefault(f"{measure}:{kind}", Level())
+            drift = self._drifts.setdefault(f"{measure}:{kind}", Drift())
+            best = level.best or 0.0
+            if best > _LEAST_SOLVED:
+                evidence = halved_evidence(value, best, questions)
+                drift.add(step, value < 0.75 * best, evidence, _LOST_LIMIT)
+                if lost is None or drift.total > lost[0].total:
+                    lost = (drift, value, best)
+            level.add_share(value, questions)
+            if drift.total == 0.0:
+                level.forget()
+
+        level = self._levels.setdefault(f"searches:{kind}", Level())
+        drift = self._drifts.setdefault(f"searches:{kind}", Drift())
+        searches = figures["searches"]
+        most = level.best or 0.0
+        noise = _SEARCHES_DEVIATION / math.sqrt(questions)
+        limit = max(1.2, 6 * noise)
+        if level.best is not None:
+            slack = max(0.25, noise)
+            drift.add(step, searches < most - slack / 2, most - slack - searches, limit)
+        level.add_mean(searches, questions, _SEARCHES_DEVIATION)
+        if drift.total == 0.0:
+            level.forget()
+
+        if lost is None:
+            return
+        loss, value, best = lost
+        shares = f"{value:.1%} of them are solved now, {best:.0%} at their best"
+        falls = f"searches_fall:{kind}"
+        if loss.total >= _LOST_TOO or falls in self._open:
+            line = (
+                f"since step {drift.left} the policy searches less for {words} ({searches:.2g} searches a "
+                f"question, {most:.2g} before), and {shares}: it has lost the searches that these questions "
+                f"need. {_go_back(drift.left)}"
+            )
+            self._open_or_close(falls, drift, limit, line)
+        line = (
+            f"{words} were solved and no longer are, since step {loss.left}: {shares}. {_go_back(loss.left)}"
+        )
+        if falls in self._open and f"kind_lost:{kind}" not in self._open:
+            return  # one line says it
+        self._open_or_close(f"kind_lost:{kind}", loss, _LOST_LIMIT, line)
+
+    def _open_or_close(self, name: str, drift: Drift, limit: float, line: str) -> None:
+        if drift.total >= limit:
+            assert drift.left is not None
+            self._open[name] = HealthFinding(name, line, drift.left, is_collapse=True)
+        elif drift.total == 0.0:
+            self._open.pop(name, None)
+
+    def _note_figures(self, kind: str, figures: Mapping[str, float]) -> None:
+        """Add a step to what `training_figures` returns."""
+        kept = self._kinds.setdefault(kind, {"first": {"steps": 0.0}, "last": {}})
+        weighted = {name: figures[name] * figures["count"] for name in ("em", "score", "searches")}
+        weighted |= {"count": figures["count"], "questions": figures["questions"]}
+        first = kept["first"]
+        if first["steps"] < EARLY_STEPS:
+            first["steps"] += 1
+            for name, value in weighted.items():
+                first[name] = first.get(name, 0.0) + value
+        for name, value in weighted.items():
+            kept["last"][name] = 0.8 * kept["last"].get(name, 0.0) + value
+
+    # ----------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, for `run_state.json`."""
-        return {"early": self._early, "in_a_row": self._in_a_row, "last_told": self._last_told}
+        """Return plain numbers, texts, lists and dictionaries, for `run_state.json`."""
+        return {
+            "early": self._early,
+            "in_a_row": self._in_a_row,
+            "last_told": self._last_told,
+            "levels": {name: asdict(level) for name, level in self._levels.items()},
+            "drifts": {name: asdict(drift) for name, drift in self._drifts.items()},
+            "open": [asdict(finding) for finding in self.open_collapses],
+            "kinds": self._kinds,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned; that of an older version has none of the levels."""
+        state = copy.deepcopy(dict(state))
         self._early |= {name: list(values) for name, values in state["early"].items()}
-        self._in_a_row, self._last_told = dict(state["in_a_row"]), dict(state["last_told"])
+        self._in_a_row = state["in_a_row"]
+        self._last_told = state["last_told"]
+        self._levels = {name: Level(**level) for name, level in state.get("levels", {}).items()}
+        self._drifts = {name: Drift(**drift) for name, drift in state.get("drifts", {}).items()}
+        self._open = {finding["name"]: HealthFinding(**finding) for finding in state.get("open", [])}
+        self._kinds = state.get("kinds", {})
+
+
+def training_figures(state: Mapping[str, Any], when: str) -> dict[str, dict[str, Any]]:
+    """Return the figures of each kind of question in training, in the form of `kind_figures`.
+
+    Args:
+        state: `HealthMonitor.state_dict()`; {} before the first step.
+        when: "first", the mean over the first steps that had the kind; "last", over its last five or so.
+    """
+    figures: dict[str, dict[str, Any]] = {}
+    for kind, sums in state.get("kinds", {}).items():
+        rows = sums[when]["count"]
+        figures[kind] = {name: sums[when][name] / rows for name in ("em", "score", "searches")}
+        figures[kind] |= {"count": sums[when]["questions"], "judged_by": "em"}
+    return figures
+
+
+def _is_whole(figures: Mapping[str, float]) -> bool:
+    """Whether a kind's figures of a step are all there and finite."""
+    names = ("em", "score", "searches", "count", "questions")
+    return all(math.isfinite(figures.get(name, math.nan)) for name in names) and figures["questions"] > 0
+
+
+def _share(value: float) -> float:
+    """Return an exact match or a score as a share: within 0 and 1."""
+    return min(max(value, 0.0), 1.0)
+
+
+def _go_back(onset: int | None) -> str:
+    return (
+        f"Go on from a checkpoint from before step {onset} (trainer.resume_mode=from_path), and try a "
+        "smaller learning rate or a KL to the reference."
+    )
 
 
 def check_updates(metrics: Mapping[str, float], updates: Mapping[str, Any], step: int, limit: int) -> None:

@@ -36,7 +36,7 @@ from verl.trainer.ppo.collection import (
     without_padding,
 )
 from verl.trainer.ppo.episodes import FailureWatch
-from verl.trainer.ppo.health import HealthMonitor, check_updates
+from verl.trainer.ppo.health import HealthFinding, HealthMonitor, check_updates
 from verl.trainer.ppo.held_out import HeldOutSets
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
@@ -240,11 +240,12 @@ class RayPPOTrainer(ResumableRun):
                                 search_failure = failure
                 metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
                 stop = search_failure is not None or (self.stop_request.asked and not last)
-                warnings = self._take_state(metrics, timer, started)
+                findings = self._take_state(metrics, timer, started)
                 if last or stop or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
                     with timer("save_checkpoint"):
                         self._save_checkpoint()
                     metrics["timing_s/save_checkpoint"] = timer.seconds["save_checkpoint"]
+                warnings = [finding.line for finding in findings]
                 self.recorder.log_step(step, metrics, self._records(batch, "train"), warnings)
                 self.checkpoint_writing.commit_if_written()  # no checkpoint is ahead of the records
                 check_updates(metrics, updates, step, trainer.max_skipped_updates)
@@ -351,17 +352,19 @@ class RayPPOTrainer(ResumableRun):
             self.actor_rollout_wg.reset_reference()
         return update
 
-    def _take_state(self, metrics: dict[str, float], timer: metric_utils.Timer, started: float) -> list[str]:
-        """Brings `state` to the end of this step, from where a checkpoint goes on; returns warnings."""
+    def _take_state(
+        self, metrics: dict[str, float], timer: metric_utils.Timer, started: float
+    ) -> list[HealthFinding]:
+        """Bring `state` to the end of this step, from where a checkpoint goes on; return what to tell."""
         if self.config.trainer.max_restarts:
             metrics["trainer/num_restarts"] = self.num_restarts
         self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
         # the score of all trajectories: that of those chosen to be trained says little
-        warnings = self.health.check(self.state.step, metrics | {"critic/score/mean": metrics["train/score"]})
+        findings = self.health.check(self.state.step, metrics | {"critic/score/mean": metrics["train/score"]})
         for name in RESUMED:
             setattr(self.state, name, getattr(self, name).state_dict())
         self.collector.take_state()
-        return warnings
+        return findings
 
     def _save_checkpoint(self) -> None:
         def beside(folder: Path) -> None:

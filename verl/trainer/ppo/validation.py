@@ -23,6 +23,8 @@ from verl.trainer.ppo.collection import (
     with_seeds,
     without_padding,
 )
+from verl.trainer.ppo.kinds import kind_figures
+from verl.trainer.ppo.outcome import run_outcome
 from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.scoring import RewardManager, score_answers
 from verl.utils.announcing import announced
@@ -85,7 +87,8 @@ class ValidationReport:
 
     def summary(self) -> dict[str, Any]:
         """Return, for `summary.json`, per mode em, f1 and searches, each with _by_hops, over the judged
-        questions (None: there is none); num_questions, of all, and num_unverified, of those left out.
+        questions (None: there is none); num_questions, of all, and num_unverified, of those left out; kinds
+        (`kind_figures`).
         """
         result: dict[str, Any] = {mode: self._figures(mode) for mode in self.rows}
         return result | ({"extra": self.extra.summary()} if self.extra else {})
@@ -98,7 +101,8 @@ class ValidationReport:
         for name in ("em", "f1", "searches"):
             means[name] = _mean(rows, name) if rows else None
             means[f"{name}_by_hops"] = {hops: _mean(members, name) for hops, members in by_hops.items()}
-        return means | {"num_questions": len(rows) + num_unverified, "num_unverified": num_unverified}
+        means |= {"num_questions": len(rows) + num_unverified, "num_unverified": num_unverified}
+        return means | {"kinds": kind_figures(rows)}
 
 
 def validate(
@@ -159,6 +163,8 @@ def question_records(batch: DataProto) -> list[dict[str, Any]]:
     records = []
     for i, trajectory in enumerate(batch.non_tensor_batch["trajectory"]):
         extra = batch.non_tensor_batch["extra_info"][i] or {}
+        is_verified = bool(batch.non_tensor_batch["verdicts"][i])
+        is_scored = is_verified or trajectory.get("env_reward") is not None
         records.append(
             {
                 "question": extra.get("question") or find_question(trajectory["prompt_text"]),
@@ -170,6 +176,7 @@ def question_records(batch: DataProto) -> list[dict[str, Any]]:
                 "hops": extra.get("hops"),  # None, as below: the data does not say
                 "data_source": batch.non_tensor_batch["data_source"][i],
                 "env_class": trajectory.get("env_class", "").replace(":", ".") or None,
+                "judged_by": "score" if is_scored else "em",  # "score": a verifier's or an environment's
                 "finish_reason": trajectory["finish_reason"],
                 "documents_hold_answer": None,
                 "first_query_right": None,
@@ -211,7 +218,8 @@ def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, An
     at temperature 1 if `trainer.val_modes` has that, else the first mode), and the same with the suffix of
     every further mode, `_greedy`; for `data.extra_val_files` with the prefix
     `extra_`. Then steps, wall_seconds, seconds_by_phase, generated_tokens_per_second,
-    trained_tokens_per_second, seed. What was not measured is None.
+    trained_tokens_per_second, seed; not_learnt, score_rose, open_collapses (see `run_outcome`). What was not
+    measured is None.
     """
     before, after = (state.validation.get(when) or {} for when in ("before", "after"))
     seconds = state.seconds_by_phase
@@ -226,12 +234,24 @@ def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, An
         "generated_tokens_per_second": _rate(state.generated_tokens, seconds.get("gen", 0.0)),
         "trained_tokens_per_second": _rate(state.trained_tokens, updating),
         "seed": seed,
+        **run_outcome(_first_mode(before), _first_mode(after), state.health, state.step),
     }
 
 
-def _validation_summary(before: dict[str, Any], after: dict[str, Any], prefix: str) -> dict[str, Any]:
-    modes = [mode for mode in (after or before) if mode != "extra"]
+def _first_mode(validation: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of the mode that `summary.json` has first; {} of a validation that was not made."""
+    modes = _sorted_modes(validation)
+    return dict(validation[modes[0]]) if modes else {}
+
+
+def _sorted_modes(validation: dict[str, Any]) -> list[str]:
+    modes = [mode for mode in validation if mode != "extra"]
     modes.sort(key=lambda mode: mode != SAMPLED)  # stable: the others keep their order
+    return modes
+
+
+def _validation_summary(before: dict[str, Any], after: dict[str, Any], prefix: str) -> dict[str, Any]:
+    modes = _sorted_modes(after or before)
     summary: dict[str, Any] = {}
     for i, mode in enumerate(modes or [SAMPLED]):
         first, last = before.get(mode) or {}, after.get(mode) or {}

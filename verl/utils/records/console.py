@@ -129,6 +129,22 @@ def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -
     return lines + ([f"score by data source: {shown}"] if len(scores) > 1 or not is_exact_match else [])
 
 
+def outcome_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the last lines of a run: what it has not learnt, and collapses that it has not left.
+
+    summary: what `run_outcome` of the trainer returns, and the exact match before and after training.
+    """
+    lines = []
+    kinds = [f"{line['kind']} {line['em']:.3f} ({line['reason']})" for line in summary["not_learnt"]]
+    if kinds:
+        lines.append(f"not learnt: {'; '.join(kinds)}")
+    if summary["score_rose"] is False:
+        lines.append("nothing was learnt: beyond chance, the answers are no better than before training")
+    for collapse in summary["open_collapses"]:
+        lines.append(f"the run ends in a collapse that it has not left: {collapse['line']}")
+    return lines
+
+
 def _mode_line(mode: str, figures: Mapping[str, Any]) -> str:
     def by_hops(values: Mapping[str, float], form: str) -> str:
         parts = [f"{hops} hop{'s' * (hops != '1')} {value:{form}}" for hops, value in values.items()]

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.config import Config, SFTConfig, to_dict, write_yaml
 from verl.monitor.tags import ROLLOUTS_TABLE, table_row
-from verl.utils.records.console import make_display, validation_lines
+from verl.utils.records.console import make_display, outcome_lines, validation_lines
 from verl.utils.records.curves import draw_curves
 from verl.utils.records.files import MetricsFile, to_json, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
@@ -173,6 +173,7 @@ class RunRecorder(Recorder):
             for name, value in (scores[0] if scores else {}).items()
         ]
         lines += [str(self.run_dir / name) for name in ("summary.json", "curves.png", "trajectories.html")]
+        lines += outcome_lines(summary)
         self.say("\n  ".join(lines))
         return summary
 
