@@ -424,6 +424,19 @@ def restart(config: Config) -> Any:
     return pool.timeout_seconds
 
 
+def rewind(config: Config) -> Any:
+    """How often a run may go back to before a collapse."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer: Any = SimpleNamespace(
+            init_workers=lambda: None,
+            resume_folder=None,
+            rewinds_left=0,
+            checkpoints=SimpleNamespace(run_dir=Path(folder)),
+        )
+        restarts.RestartingRun(config, lambda _: trainer).start()
+    return trainer.rewinds_left
+
+
 def program(config: Config) -> Any:
     """The program itself, as far as it gets without rows."""
     line = [f"{path}={value}" for path, value in PROGRAM.items()]

@@ -250,6 +250,8 @@ EFFECTS: dict[str, tuple] = {
     f"{T}.val_modes": ("[sampled]", "driver"),
     f"{T}.critic_warmup": (1, "driver", GAE),
     f"{T}.max_restarts": (1, "restart"),
+    f"{T}.on_collapse": ("rewind", "rewind"),
+    f"{T}.max_rewinds": (5, "rewind", "trainer.on_collapse=rewind"),
     f"{T}.restart_timeout": (1, "restart", "trainer.max_restarts=1"),
     f"{T}.dry_run": ("true", "program"),
     f"{T}.dry_run_gpu_memory_gb": (1, "program", "trainer.dry_run=true"),

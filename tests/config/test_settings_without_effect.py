@@ -108,6 +108,13 @@ def test_restarts_in_a_run_without_ray_are_said_to_have_no_effect():
         assert settings_without_effect(load_config(["trainer.max_restarts=2", more])) == []
 
 
+def test_a_number_of_rewinds_without_rewinds_is_said_to_have_no_effect():
+    (line,) = settings_without_effect(load_config(["trainer.max_rewinds=5"]))
+    assert line.startswith("trainer.max_rewinds=5 has no effect: ") and "on_collapse=rewind" in line
+    rewinds = ["trainer.max_rewinds=5", "trainer.on_collapse=rewind", "trainer.save_freq=5"]
+    assert settings_without_effect(load_config(rewinds)) == []
+
+
 def test_thrift_without_a_group_is_said_to_have_no_effect():
     (line,) = settings_without_effect(load_config(["algorithm.thrift=1"]))
     assert line.startswith("algorithm.thrift=1 has no effect: ") and "n_agent=1" in line

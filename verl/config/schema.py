@@ -302,6 +302,12 @@ class Trainer(RunSettings):
     )
     critic_warmup: Whole = key(0, "steps in which only the critic is trained")
     max_restarts: Whole = key(0, "ray, folder: how often the run goes on from a checkpoint after a death")
+    on_collapse: str = key(
+        "warn",
+        "a policy that loses what it could: warn, stop, or rewind: to before it, then at half the rate",
+        "warn stop rewind",
+    )
+    max_rewinds: Whole = key(2, "on_collapse=rewind: how often at most; later collapses are warned of")
     restart_timeout: NotNegative = key(600, "seconds that a restart waits for the cluster to have room again")
     dry_run: bool = key(False, "print who goes where and the memory of it, and end")
     dry_run_gpu_memory_gb: Positive | None = key(None, "dry run: GiB of each GPU (null: this machine's)")

@@ -1,13 +1,17 @@
-"""A run that goes on by itself when a worker, its node or its engine is gone (`trainer.max_restarts`).
+"""A run that goes on by itself when a worker, its node or its engine is gone (`trainer.max_restarts`), or
+when its policy has collapsed (`trainer.on_collapse: rewind`).
 
     start: build, load the models                  a user's mistake ends the run here, with its line
     fit:   train ---> done
-             | WorkerDiedError, EngineUnavailable
-             v
-           end all workers -> build anew when the cluster has room again -> train from the last checkpoint, as
-           after a restart by hand: records cut back, same next step
+             | WorkerDiedError, EngineUnavailable        | CollapseSeen
+             v                                           v
+           end all workers                             keep the branch, set later checkpoints aside
+             |                                           |
+             +--> build anew when the cluster has room again -> train from the newest checkpoint, as after a
+                  restart by hand: records cut back, same next step; after a rewind with its remedy
 
-Each restart is a line in `<run folder>/restarts.jsonl`; `trainer/num_restarts` counts them in the metrics.
+Each restart and each rewind is a line in `<run folder>/restarts.jsonl`; `trainer/num_restarts` and
+`trainer/num_rewinds` count them in the metrics.
 """
 
 from __future__ import annotations
@@ -23,8 +27,18 @@ from typing import TYPE_CHECKING
 
 from verl.config import Config
 from verl.single_controller.base import WorkerDiedError
-from verl.trainer.ppo.run_state import RunState, RunStopped
+from verl.trainer.ppo.run_state import RunState, RunStopped, step_of
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
+from verl.trainer.rewinds import (
+    RESTARTS_FILE,
+    CollapseSeen,
+    Rewind,
+    apply_remedies,
+    note_rewind,
+    rewinds_before,
+    step_before,
+)
+from verl.utils.records.recorder import BRANCHES
 from verl.workers.rollout.base import EngineUnavailable
 
 if TYPE_CHECKING:
@@ -33,7 +47,6 @@ if TYPE_CHECKING:
 
 RECOVERABLE = (WorkerDiedError, EngineUnavailable)
 MOST_FAILURES_FROM_ONE_STEP = 3  # what fails so often without a new checkpoint in between fails for ever
-RESTARTS_FILE = "restarts.jsonl"
 
 
 def run_to_an_end(start: Callable[[ExitStack, StopRequest], RestartingRun | FSDPSFTTrainer | int]) -> int:
@@ -74,6 +87,7 @@ class RestartingRun:
         self.config, self._build = config, build
         self.max_restarts = config.trainer.max_restarts if config.trainer.backend != "local" else 0
         self.num_restarts = 0
+        self.has_rewound = False  # in this process
         self.trainer: RayPPOTrainer | None = None
         self._last = 0  # step of the checkpoint that a restart goes on from
         self._has_own = False  # that checkpoint is of this run, not the one that it was started from
@@ -84,11 +98,14 @@ class RestartingRun:
         cluster has room for. RunStopped: a process died, and may not be started again.
         """
         config = copy.deepcopy(self.config)
-        if self.num_restarts and (self._has_own or config.trainer.resume_mode != "from_path"):
-            config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
+        goes_on = self.num_restarts > 0 or self.has_rewound
+        if goes_on and (self._has_own or config.trainer.resume_mode != "from_path"):
+            config.trainer.resume_mode = "auto"
+            config.trainer.resume_from_path = None
         try:
             self.trainer = self._build(config)
             self.trainer.num_restarts = self.num_restarts
+            self._apply_rewinds(config, self.trainer)
             if self.num_restarts:
                 for pool in self.trainer.resource_pool_manager.resource_pool_dict.values():
                     pool.timeout_seconds = config.trainer.restart_timeout
@@ -111,6 +128,10 @@ class RestartingRun:
                     self.start()
                 self.trainer.fit()
                 return
+            except CollapseSeen as collapse:
+                if self.config.trainer.on_collapse != "rewind":
+                    raise
+                self._rewind(collapse)
             except RECOVERABLE as error:
                 self._after(error)
 
@@ -119,6 +140,44 @@ class RestartingRun:
         trainer, self.trainer = self.trainer, None
         if trainer is not None:
             trainer.shutdown()
+
+    def _apply_rewinds(self, config: Config, trainer: RayPPOTrainer) -> None:
+        """Set what the rewinds of the run have changed. config: the trainer's own."""
+        if config.trainer.resume_mode == "none":  # what is in the folder is another run's
+            rewinds: list[Rewind] = []
+        else:
+            rewinds = rewinds_before(trainer.checkpoints.run_dir, step_of(trainer.resume_folder))
+        apply_remedies(config, rewinds)
+        trainer.num_rewinds = len(rewinds)
+        if config.trainer.on_collapse == "rewind":
+            trainer.rewinds_left = max(0, config.trainer.max_rewinds - len(rewinds))
+
+    def _rewind(self, collapse: CollapseSeen) -> None:
+        """Put the run back to its newest checkpoint from before the collapse, and end the trainer."""
+        trainer = self.trainer
+        assert trainer is not None
+        checkpoints = trainer.checkpoints
+        started_elsewhere = self.config.trainer.resume_mode == "from_path" and not self.has_rewound
+        start = step_of(trainer.resume_folder) if started_elsewhere else 0
+        onset = collapse.finding.onset
+        from_step = step_before(checkpoints, onset, start)
+        rewind = Rewind(trainer.num_rewinds + 1, collapse.step, from_step, onset, collapse.finding.line)
+        remedy = rewind.remedy(self.config)
+        trainer.recorder.keep_branch(rewind.number, from_step)
+        checkpoints.set_aside_after(from_step)
+        note_rewind(checkpoints.run_dir, rewind, remedy)
+        self.shutdown()
+        self.has_rewound = True
+        self._has_own = self._has_own or from_step in checkpoints.steps()
+        self._last = from_step
+        place = f"the checkpoint of step {from_step}" if from_step else "its start"
+        values = ", ".join(f"{key}={value:.3g}" for key, value in remedy.items() if value > 0)
+        print(
+            f"rewind {rewind.number} of {self.config.trainer.max_rewinds} (trainer.max_rewinds): {collapse} "
+            f"The run goes on from {place} with {values}. The steps that it leaves are in "
+            f"{checkpoints.run_dir / BRANCHES / str(rewind.number)}",
+            flush=True,
+        )
 
     def _after(self, error: Exception) -> None:
         """Ends what is left; returns when the run may be built anew. RunStopped if it may not."""

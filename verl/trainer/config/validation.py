@@ -85,6 +85,8 @@ def settings_without_effect(config: Config) -> list[str]:
     if trainer.backend == "local" or (trainer.backend == "auto" and has_one_process):
         why = "the run is one process, and what ends it ends the run. Set trainer.backend=ray."
         unread |= {"trainer.max_restarts": why, "trainer.restart_timeout": why}
+    if trainer.on_collapse != "rewind":
+        unread["trainer.max_rewinds"] = "the run does not go back. Set trainer.on_collapse=rewind."
     rollout = config.actor_rollout_ref.rollout
     if rollout.placement == "colocated" and rollout.name == "auto" and trainer.device == "cpu":
         why = f"the native engine has the whole model in each process; {ROLLOUT}.name=vllm splits it."

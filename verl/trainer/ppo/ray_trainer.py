@@ -46,6 +46,7 @@ from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # w
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
+from verl.trainer.rewinds import CollapseSeen, step_before
 from verl.utils.dataset.mixture import Mixture, prompt_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.records import RunRecorder
@@ -108,6 +109,8 @@ class RayPPOTrainer(ResumableRun):
             if optim.total_training_steps <= 0:
                 optim.total_training_steps = self.total_steps
         self.num_restarts = 0  # of this run so far (`verl/trainer/restarts.py`)
+        self.num_rewinds = 0  # the same
+        self.rewinds_left = 0  # that it may still make
         self.recorder = RunRecorder(config, total_steps=self.total_steps)
         self.collector = TrajectoryCollector(
             config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
@@ -182,6 +185,7 @@ class RayPPOTrainer(ResumableRun):
                 self._record_validation(
                     self._validate(complete=True), "after" if self.state.step else "before"
                 )
+            self._stop_at_a_collapse()
             while self.state.step < self.total_steps and not trainer.val_only:
                 step = self.stop_request.step = self.state.step + 1
                 timer = metric_utils.Timer()
@@ -251,6 +255,7 @@ class RayPPOTrainer(ResumableRun):
                 check_updates(metrics, updates, step, trainer.max_skipped_updates)
                 if stop:
                     raise search_failure or StoppedOnRequest(step)
+                self._stop_at_a_collapse()
         return self.recorder.finish(run_summary(self.state, time.perf_counter() - started, trainer.seed))
 
     # ----------------------------------------------------------- parts of a step
@@ -358,6 +363,8 @@ class RayPPOTrainer(ResumableRun):
         """Bring `state` to the end of this step, from where a checkpoint goes on; return what to tell."""
         if self.config.trainer.max_restarts:
             metrics["trainer/num_restarts"] = self.num_restarts
+        if self.config.trainer.on_collapse == "rewind":
+            metrics["trainer/num_rewinds"] = self.num_rewinds
         self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
         # the score of all trajectories: that of those chosen to be trained says little
         findings = self.health.check(self.state.step, metrics | {"critic/score/mean": metrics["train/score"]})
@@ -365,6 +372,26 @@ class RayPPOTrainer(ResumableRun):
             setattr(self.state, name, getattr(self, name).state_dict())
         self.collector.take_state()
         return findings
+
+    def _stop_at_a_collapse(self) -> None:
+        """Raise CollapseSeen if the run has collapsed and may not go on as it is (`trainer.on_collapse`)."""
+        trainer = self.config.trainer
+        collapses = self.health.open_collapses
+        if not collapses or trainer.val_only or trainer.on_collapse == "warn":
+            return
+        if trainer.on_collapse == "rewind":
+            if self.rewinds_left > 0:
+                raise CollapseSeen(self.state.step, collapses[0])
+            return
+        earlier = step_before(self.checkpoints, collapses[0].onset, 0)
+        path = self.checkpoints.folder(earlier)
+        way = f" and trainer.resume_mode=from_path trainer.resume_from_path={path}" if earlier else ""
+        raise CollapseSeen(
+            self.state.step,
+            collapses[0],
+            " The run stops (trainer.on_collapse=stop). To go on as it is, set trainer.on_collapse=warn; to "
+            f"go back, set trainer.on_collapse=rewind, or a smaller learning rate{way}.",
+        )
 
     def _save_checkpoint(self) -> None:
         def beside(folder: Path) -> None:

@@ -44,6 +44,14 @@ STATE_FILE = "run_state.json"
 _SECONDS_AFTER_A_FAILURE = 10.0  # that those who write may take; they may be gone, busy, or wait for another
 
 
+def step_of(folder: Path | None) -> int:
+    """Return the step of a checkpoint's folder, `global_step_N`; 0 for None, a run's start."""
+    if folder is None:
+        return 0
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match.group(1)) if match else RunState.load(folder).step
+
+
 class RunStopped(RuntimeError):
     """The run can't go on, for a reason outside of it; started again it resumes from its last checkpoint."""
 

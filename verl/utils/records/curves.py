@@ -54,10 +54,11 @@ _STYLE: Any = {
 }
 
 
-def draw_curves(rows: Rows, path: Path, title: str) -> None:
+def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = ()) -> None:
     """Draw four panels: right answers and reward (or the rewards of environments), searches, entropy, length.
 
-    rows: lines of `metrics.jsonl`; a panel shows what they have. path: the PNG file to write.
+    rows: lines of `metrics.jsonl`; a panel shows what they have. path: the PNG file to write. branches: the
+    lines of steps that the run has left by going back (verl/trainer/rewinds.py), drawn in grey.
     """
     with _picture(path, title) as axes:
         rewards = sorted({name for row in rows for name in row if re.fullmatch("env/[^/]+/reward", name)})
@@ -68,6 +69,8 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
             axis.set_title(name)
             for metric, (colour, label) in lines.items():
                 _line(axis, last_steps(rows, metric), colour, label)
+                for branch in branches:
+                    _left_branch(axis, last_steps(branch, metric))
         for mode, colour, marker in (("sampled", ORANGE, "o"), ("greedy", RED, "s")):
             label = f"exact match, validation ({mode})"
             if not of_each:
@@ -132,6 +135,16 @@ def _line(axis: Axes, points: list[tuple[int, float]], colour: str, label: str) 
     half = min(SMOOTH_OVER, 1 + len(values) // 10) // 2
     smooth = [values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))]
     axis.plot(steps, smooth, color=colour, linewidth=2, label=label)
+
+
+def _left_branch(axis: Axes, points: list[tuple[int, float]]) -> None:
+    """Draw the values of steps that a run has left."""
+    if not points:
+        return
+    has_label = "left by a rewind" in axis.get_legend_handles_labels()[1]
+    label = "_nolegend_" if has_label else "left by a rewind"
+    steps, values = zip(*points, strict=True)
+    axis.plot(steps, values, color=GREY, linestyle=":", linewidth=1.4, label=label)
 
 
 def _points(axis: Axes, points: list[tuple[int, float]], colour: str, label: str, marker: str) -> None:

@@ -9,6 +9,7 @@ run hold what those of an undisturbed one hold.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,11 @@ from verl.config import Config, SFTConfig, to_dict, write_yaml
 from verl.monitor.tags import ROLLOUTS_TABLE, table_row
 from verl.utils.records.console import make_display, outcome_lines, validation_lines
 from verl.utils.records.curves import draw_curves
-from verl.utils.records.files import MetricsFile, to_json, write_text_atomically
+from verl.utils.records.files import MetricsFile, to_json, write_lines, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 from verl.utils.tracking import Tracking
 
+BRANCHES = "branches"  # folder of what a run has left by going back (verl/trainer/rewinds.py)
 _PAGE_RECORDS = 240  # trajectories on the page; the JSONL files have all that were logged
 _REDRAW_SECONDS = 60.0  # curves and page are drawn again at most this often while the run goes
 
@@ -113,6 +115,15 @@ class RunRecorder(Recorder):
         self.evaluations.cut_after(kept)
         return kept
 
+    def keep_branch(self, number: int, after_step: int) -> None:
+        """Copy what was recorded after a step to `branches/<number>`, before the run goes back there."""
+        branch = self.run_dir / BRANCHES / str(number)
+        shutil.rmtree(branch, ignore_errors=True)  # half made by a process that was killed
+        branch.mkdir(parents=True)
+        for file in (self.metrics, self.questions, self.evaluations):
+            write_lines(branch / file.path.name, [row for row in file.read() if row["step"] > after_step])
+        self.trajectories.copy_after(after_step, branch / self.trajectories.path.name)
+
     def log_step(
         self,
         step: int,
@@ -179,6 +190,10 @@ class RunRecorder(Recorder):
 
     def _draw(self) -> None:
         title = f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"
-        draw_curves(self.metrics.read(), self.run_dir / "curves.png", title)
+        branches = [
+            MetricsFile(folder / self.metrics.path.name).read()
+            for folder in sorted((self.run_dir / BRANCHES).glob("*"))
+        ]
+        draw_curves(self.metrics.read(), self.run_dir / "curves.png", title, branches)
         write_page(self.trajectories.read(_PAGE_RECORDS), self.run_dir / "trajectories.html", title)
         self._drawn_at = time.monotonic()

@@ -10,6 +10,7 @@ these are the ones that are trained.
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,13 @@ class TrajectoryFolder:
         for other in self.steps():
             if other > step:
                 self._file(other).unlink()
+
+    def copy_after(self, step: int, folder: Path) -> None:
+        """Copy the files of later steps into a folder, which is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for later in self.steps():
+            if later > step:
+                shutil.copy2(self._file(later), folder)
 
     def steps(self) -> list[int]:
         """Steps that have a file, ascending."""

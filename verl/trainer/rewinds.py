@@ -1,0 +1,122 @@
+"""A run that has collapsed goes back to where it had not (`trainer.on_collapse: rewind`).
+
+    step N: the monitor sees a collapse that began at step M (verl/trainer/ppo/health.py)
+      -> the steps after C are kept in <run folder>/branches/K/     C: the newest checkpoint before step M,
+      -> checkpoints after C are renamed                               or the run's start
+      -> a line in <run folder>/restarts.jsonl
+      -> the run is built anew and goes on from C, with the remedies of all its rewinds
+
+The remedies follow from `restarts.jsonl` alone, so a run that is killed and started again goes on with them.
+The line is written last: a run that is killed before it goes on without the remedy, meets the same collapse,
+and goes back again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from verl.config import Config
+from verl.trainer.ppo.health import HealthFinding
+from verl.trainer.ppo.run_state import CheckpointStore, RunStopped
+from verl.utils.durable import sync
+from verl.utils.records.files import read_lines
+
+RESTARTS_FILE = "restarts.jsonl"
+RATE_FACTOR = 0.5  # of the learning rates, for each rewind
+STEP_BOUND = 0.01  # nats per token: actor.max_step_kl after the first rewind, unless it is smaller already
+
+
+class CollapseSeen(RunStopped):
+    """A run's policy has collapsed, and `trainer.on_collapse` says that it does not go on."""
+
+    def __init__(self, step: int, finding: HealthFinding, advice: str = "") -> None:
+        self.step = step
+        self.finding = finding
+        super().__init__(f"step {step}: {finding.line}{advice}")
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """One return of a run to an earlier checkpoint.
+
+    number: from 1. at_step: after which it was made. from_step: of the checkpoint that the run went on from,
+    0 for its start. onset: the step at which the collapse began. reason: the line of the finding.
+    """
+
+    number: int
+    at_step: int
+    from_step: int
+    onset: int
+    reason: str
+
+    def remedy(self, config: Config) -> dict[str, float]:
+        """Return the values that the run goes on with: key -> value.
+
+        config: the run's own, without any remedy.
+        """
+        factor = RATE_FACTOR**self.number
+        actor = config.actor_rollout_ref.actor
+        bound = math.inf if actor.max_step_kl is None else actor.max_step_kl
+        return {
+            "actor_rollout_ref.actor.optim.lr": actor.optim.lr * factor,
+            "critic.optim.lr": config.critic.optim.lr * factor,
+            "actor_rollout_ref.actor.max_step_kl": min(bound, STEP_BOUND) * RATE_FACTOR ** (self.number - 1),
+        }
+
+
+def rewinds_before(run_dir: Path, step: int) -> list[Rewind]:
+    """Return the rewinds in the history of a run that stands after `step`, oldest first.
+
+    A run that is put back further than a rewind went (`trainer.resume_mode=from_path`) has not made it.
+    """
+    rewinds: list[Rewind] = []
+    for line in read_lines(run_dir / RESTARTS_FILE):
+        if "rewind" not in line:
+            continue
+        number = line["rewind"]
+        rewinds = rewinds[: number - 1]  # later ones were not made in the history of this one
+        rewinds.append(Rewind(number, line["at_step"], line["from_step"], line["onset"], line["reason"]))
+    while rewinds and rewinds[-1].from_step > step:
+        rewinds.pop()
+    return rewinds
+
+
+def apply_remedies(config: Config, rewinds: list[Rewind]) -> None:
+    """Set the remedy of a run's rewinds in its configuration, which is a copy for one trainer."""
+    if not rewinds:
+        return
+    remedy = rewinds[-1].remedy(config)
+    actor = config.actor_rollout_ref.actor
+    actor.optim.lr = remedy["actor_rollout_ref.actor.optim.lr"]
+    actor.max_step_kl = remedy["actor_rollout_ref.actor.max_step_kl"]
+    config.critic.optim.lr = remedy["critic.optim.lr"]
+
+
+def step_before(checkpoints: CheckpointStore, onset: int, start: int) -> int:
+    """Return the step of the newest checkpoint from before step `onset`; `start` where there is none.
+
+    start: the step that the run began with: 0, or that of the checkpoint of another run.
+    """
+    return max((step for step in checkpoints.steps() if step < onset), default=start)
+
+
+def note_rewind(run_dir: Path, rewind: Rewind, remedy: dict[str, Any]) -> None:
+    """Write a rewind's line; it is on the disk when this returns."""
+    line = {
+        "rewind": rewind.number,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "at_step": rewind.at_step,
+        "from_step": rewind.from_step,
+        "onset": rewind.onset,
+        "reason": rewind.reason,
+        "remedy": remedy,
+    }
+    path = run_dir / RESTARTS_FILE
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    sync(path)
