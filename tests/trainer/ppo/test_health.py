@@ -209,6 +209,14 @@ def test_a_dip_that_a_run_recovers_from_by_itself_is_not_told(answered, entropy)
     assert told(HealthMonitor(), series) == []
 
 
+def test_three_steps_of_nothing_are_no_collapse_yet():
+    high = {"train/answered": 0.95, "actor/entropy": 1.0} | kind("nq", 0.8, 2.0)
+    gone = {"train/answered": 0.0, "actor/entropy": 9.0} | kind("nq", 0.0, 0.0)
+    assert collapses(HealthMonitor(), [high] * 10 + [gone] * 3 + [high] * 10) == []
+    four = collapses(HealthMonitor(), [high] * 10 + [gone] * 4)
+    assert {(step, finding.onset) for step, finding in four} == {(14, 11)}
+
+
 @pytest.mark.parametrize(
     "name", [name for name in learning_runs() if name != "loses_two_hops_and_finds_them_again"]
 )
