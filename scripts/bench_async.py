@@ -24,23 +24,25 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import httpx  # noqa: E402
 import uvicorn  # noqa: E402
+from fastapi import FastAPI, Request  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT, bm25_server, running  # noqa: E402
-from scripts.other_passages import passing_on  # noqa: E402
 from verl.utils.records.files import read_lines  # noqa: E402
 
 MEAN, SIGMA, LEFT_OUT = 0.5, 1.0, 2
 SETTINGS = """@configs/microworld_grpo.yaml actor_rollout_ref.model.path=data_prep/base_model
     actor_rollout_ref.rollout.search_delay_steps=null actor_rollout_ref.rollout.name=native
     algorithm.rollout_correction.bypass_mode=true trainer.val_before_train=false trainer.test_freq=-1
-    trainer.save_freq=-1 trainer.backend=ray trainer.device=cpu trainer.progress=plain"""
+    trainer.evals=null trainer.save_freq=-1 trainer.backend=ray trainer.device=cpu trainer.progress=plain"""
 AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
     trainer.async_training.max_staleness={} actor_rollout_ref.rollout.weight_transfer={}"""
 
@@ -48,13 +50,23 @@ AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
 def slow_server(url: str) -> str:
     """The address of a server that passes searches on to `url`, from a thread; each takes a chance time."""
     rng = random.Random(0)
+    app = FastAPI()
+    client = httpx.AsyncClient(trust_env=False, timeout=60)
 
-    async def wait(queries: list[str]) -> list[str]:
-        await asyncio.sleep(max(rng.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA) for _ in queries))
-        return queries
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> dict[str, Any]:
+        body = await request.json()
+        seconds = [rng.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA) for _ in body["queries"]]
+        await asyncio.sleep(max(seconds))
+        reply: dict[str, Any] = (await client.post(url, json=body)).raise_for_status().json()
+        return reply
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ready"}
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(passing_on(url, wait), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     threading.Thread(target=server.run, args=([listener],), daemon=True).start()
     return f"http://127.0.0.1:{listener.getsockname()[1]}/retrieve"
 

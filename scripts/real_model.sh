@@ -64,19 +64,15 @@ for folder in "$data" "$root"; do
     fi
 done
 
-STAGE='' CONTROL_PID='' stage_begun=0
+STAGE='' stage_begun=0
 end_stage() { [ -z "$STAGE" ] || echo "$STAGE $((SECONDS - stage_begun))" >>"$root/seconds.txt"; STAGE=''; }
-trap 'end_stage; stop_control; stop_all' EXIT
+trap 'end_stage; stop_all' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 # Nothing that is started outlives this script, even if it is killed (where setpriv can do that).
 # shellcheck disable=SC2046  # words to split
 guard() { exec $(setpriv --pdeathsig TERM true 2>/dev/null && echo setpriv --pdeathsig TERM) "$@"; }
-stop_control() {
-    [ -z "$CONTROL_PID" ] || { kill "$CONTROL_PID" 2>/dev/null && wait "$CONTROL_PID" || true; }
-    CONTROL_PID=''
-}
 spent() { awk '{ all += $2 } END { print all + 0 }' "$root/seconds.txt" 2>/dev/null || echo 0; }
 
 wait_for_stage() {    # of TRAINER_PID -> its status
@@ -178,16 +174,9 @@ reinforce() {    # GRPO, within the time that the evaluations after it leave
     ln -sfn "grpo/global_step_$last/actor/huggingface" "$root/trained"
 }
 
-control() {    # name, what other_passages.py is told...: the trained model asks that server
-    guard "$PYTHON" scripts/other_passages.py "${@:2}" >"$root/$1.log" 2>&1 &
-    CONTROL_PID=$!
-    local RETRIEVER_URL
-    wait_for_server "$root/$1.log" "$CONTROL_PID" || { cat "$root/$1.log" >&2; return 1; }
-    RETRIEVER_URL="$RETRIEVER_URL" evaluate "$1" "$root/trained" "${few[@]}"
-    stop_control
-}
-
-few=(data.val_data_num=100 'trainer.val_modes=[greedy]' data.extra_val_files=null)    # for the controls
+few=(data.val_data_num=100 'trainer.val_modes=[greedy]' data.extra_val_files=null)    # without searches
+# Does it search because it must? As many questions, whose searches find the passages of other questions, or none.
+controls='trainer.evals=[{retriever: shuffled, n: 100, temperature: 0}, {retriever: empty, n: 100, temperature: 0}]'
 setup_environment "train,retrieval$([ -n "${MODEL:-}" ] || echo ,gemma)"
 export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 mkdir -p "$data" "$root"
@@ -207,9 +196,7 @@ stage few_shot_test "$(done_mark few_shot_test)" evaluate few_shot_test "$data/m
 stage sft "$(done_mark sft)" supervise
 stage sft_test "$(done_mark sft_test)" evaluate sft_test "$root/sft/huggingface"
 stage grpo "$root/trained" reinforce
-stage grpo_test "$(done_mark grpo_test)" evaluate grpo_test "$root/trained"
-stage other_passages "$(done_mark other_passages)" control other_passages "$RETRIEVER_URL" "$data/rows/train.parquet"
-stage nothing_found "$(done_mark nothing_found)" control nothing_found none
+stage grpo_test "$(done_mark grpo_test)" evaluate grpo_test "$root/trained" "$controls"
 # The one turn is long enough to make up a passage before the answer.
 stage no_search "$(done_mark no_search)" evaluate no_search "$root/trained" "${few[@]}" do_search=false \
     data.max_response_length=320

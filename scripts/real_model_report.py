@@ -2,7 +2,8 @@
 
     python scripts/real_model_report.py verl_checkpoints/real_model-seed0
 
-    <run>/validation.jsonl of each evaluation -> means over questions with bootstrap intervals -> results.json
+    <run>/validation.jsonl of each evaluation, and
+    grpo_test/evaluations.jsonl of controls   -> means over questions with bootstrap intervals -> results.json
     <run>/trajectories, grpo/curves.png       -> the same questions, asked before and after    -> results.html
 
 Intervals are of 95 %, over the questions: 10,000 times as many questions are drawn as there are, with
@@ -27,9 +28,9 @@ from verl.utils.records.trajectories import TrajectoryFolder, write_page
 
 MODELS = {"few_shot_test": "untrained, 2 examples", "sft_test": "supervised start", "grpo_test": "GRPO"}
 CONTROLS = {
-    "other_passages": "GRPO, passages of other questions",
-    "nothing_found": "GRPO, nothing is ever found",
     "no_search": "GRPO, searches forbidden",
+    "val/shuffled": "GRPO, passages of other questions",
+    "val/empty": "GRPO, nothing is ever found",
 }
 LABELS = MODELS | CONTROLS
 # run -> the one that it is compared with
@@ -50,6 +51,10 @@ def read_results(folder: Path) -> Results:
             for line in read_lines(folder / run / "validation.jsonl"):
                 modes = results.setdefault(line["data_source"], {})
                 add_line(modes.setdefault(line["mode"], {}).setdefault(run, {}), line)
+    if (folder / "grpo_test" / "summary.json").is_file():
+        for line in read_lines(folder / "grpo_test" / "evaluations.jsonl"):
+            modes = results.setdefault(line["data_source"], {})
+            add_line(modes.setdefault("greedy", {}).setdefault(line["eval"], {}), line)
     if "grpo_test" not in results.get("squad", {}).get("greedy", {}):
         raise ValueError(f"{folder}: found no finished evaluation grpo_test; expected a run of real_model.sh")
     return results

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from search_r1.llm_agent.other_passages import ShuffledSearch, submit_shuffled
 from search_r1.search.client import FoundDocument, SearchClient
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.loop import LoopEvent
 from verl.agent.trajectory import AgentConfig, Trajectory, generation_eos_ids
 from verl.config import Config
 from verl.config.environments import EnvironmentConfig
+from verl.config.mixture import SHUFFLED
 from verl.environments.base import ActionUnderWay, BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.environments.registry import SEARCH
@@ -99,7 +101,9 @@ class SearchEnvironment(BaseTextEnv):
     """Search-R1's episode: up to `max_turns` turns with a search or a hint, and one last turn, whose search
     is not made any more. The run's reward function scores it.
 
-    env_config: `client` (a SearchClient), `topk`, `do_search` (False: one turn, for an answer).
+    env_config: `client` (a SearchClient), `topk`, `do_search` (False: one turn, for an answer). extras:
+    `retriever` says that the row's searches find something else than the server answers
+    (`verl/evaluation/controls.py`).
     """
 
     runs = "inline"  # the client has a thread of its own
@@ -110,6 +114,7 @@ class SearchEnvironment(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.client, self.topk, self.do_search = (env_config[key] for key in ("client", "topk", "do_search"))
+        self.control: Mapping[str, Any] | None = (extras or {}).get("retriever")
         if not self.do_search:
             self.max_turns, self.stop = 0, self.stop[1:]
 
@@ -138,11 +143,39 @@ class SearchEnvironment(BaseTextEnv):
             else:
                 outputs.append(None)
                 asked[place] = query
-        if asked:
-            futures = envs[0].client.submit(list(asked.values()), envs[0].topk)
-            for (place, query), future in zip(asked.items(), futures, strict=True):
-                outputs[place] = _under_way(query, future)
+        for place, future in cls._submit(envs, asked).items():
+            outputs[place] = _under_way(asked[place], future)
         return outputs
+
+    @classmethod
+    def _submit(cls, envs: Sequence[Any], asked: Mapping[int, str]) -> dict[int, Future[list[FoundDocument]]]:
+        """Start the searches of some of these episodes, whose turns are counted already.
+
+        Args:
+            asked: place among `envs` -> query.
+
+        Returns:
+            place -> a future of the documents: the server's, or those that the row's control says.
+        """
+        plain: dict[int, str] = {}
+        shuffled: dict[int, ShuffledSearch] = {}
+        futures: dict[int, Future[list[FoundDocument]]] = {}
+        for place, query in asked.items():
+            env = envs[place]
+            if env.control is None:
+                plain[place] = query
+            elif env.control["kind"] == SHUFFLED:
+                shuffled[place] = ShuffledSearch(query, env.control, env.turns - 1)
+            else:
+                futures[place] = Future()
+                futures[place].set_result([])
+        if plain:
+            found = envs[0].client.submit(list(plain.values()), envs[0].topk)
+            futures.update(zip(plain, found, strict=True))
+        if shuffled:
+            found = submit_shuffled(envs[0].client, list(shuffled.values()), envs[0].topk)
+            futures.update(zip(shuffled, found, strict=True))
+        return futures
 
 
 def env_metrics(trajectories: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 {path: math.parquet, amount: 1.0, ratio: 3, verifier: math}      a file, a list of files, or a folder
 {env: {id: wordle, args: {...}}, name: words, n: 4}              rows of a `verifiers` environment
 {files: test.parquet, every: 50, rollouts: 4}                    a set that is measured during training
+{retriever: shuffled, n: 100}                                    questions of the validation, as a control
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from verl.config.keys import Block, Count, NotNegative, Positive, Range, as_list
 from verl.config.schema import Config
 
 SUFFIXES = (".parquet", ".jsonl")
+OWN = "own"
+SHUFFLED = "shuffled"
+EMPTY = "empty"
+RETRIEVERS = (OWN, SHUFFLED, EMPTY)  # what the searches of a set find
+VALIDATION = "val"  # the name of a set without files
 Entry = TypeVar("Entry", bound=Block)
 
 
@@ -109,19 +115,31 @@ def read_entry(block: type[Entry], entry: object, where: str, expected: str) -> 
 
 @dataclass(slots=True)
 class HeldOut(Block):
-    """One entry of `trainer.evals`: rows that are asked during training, never trained on."""
+    """One entry of `trainer.evals`: rows that are asked during training, never trained on. of_validation: it
+    names no files, so its rows are the validation's.
+    """
 
-    files: str | list[str] | None = key(None, "parquet or jsonl file, or a list of files")
-    name: str = key(None, "of its figures, eval/NAME/...; default: that of the file")
+    files: str | list[str] | None = key(
+        None, "parquet or jsonl file, or a list of files; default: the questions of data.val_files"
+    )
+    name: str = key(None, "of its figures, eval/NAME/...; default: that of the file, else val")
     every: Count = key(100, "steps between two measurements; the last step is always one")
     n: Count | None = key(None, "so many rows, drawn with a fixed seed (null: all)")
     rollouts: Count = key(1, "of each row")
     temperature: NotNegative = key(1.0, "of their sampling; 0: greedy")
     solved_at: float = key(1.0, "reward from which a rollout counts as solved, for pass@j")
+    retriever: str = key(
+        OWN,
+        "what searches find: the server's passages, those of other questions of the set, or none",
+        " ".join(RETRIEVERS),
+    )
+    of_validation: bool = False
 
 
 def evals_of(config: Config, with_data: bool = True) -> list[HeldOut]:
-    """The sets of `trainer.evals`, in its order.
+    """Return the sets of `trainer.evals`, in its order.
+
+    The name of a set says which retriever it has: NAME, NAME/shuffled or NAME/empty.
 
     Raises:
         ValueError: an entry that can't be meant so, or (with_data) a file that is not there.
@@ -130,14 +148,22 @@ def evals_of(config: Config, with_data: bool = True) -> list[HeldOut]:
     for number, entry in enumerate(config.trainer.evals or []):
         where = f"trainer.evals[{number}]"
         held_out = read_entry(HeldOut, entry, where, "{files: <file>, every: 100, rollouts: 4}")
+        held_out.of_validation = held_out.files is None
         files = [Path(file).expanduser() for file in as_list(held_out.files) if file is not None]
         for file in files if with_data else []:
             if not file.is_file() or file.suffix not in SUFFIXES:
                 raise ValueError(f"Found no file {' or '.join(SUFFIXES)} at {file} ({where}); expected one.")
-        if not files:
-            raise ValueError(f"Found no files in {where}; expected files: <file>.")
-        held_out.name = held_out.name or files[0].stem
-        if held_out.name in sets or "/" in held_out.name:
+        default = files[0].stem if files else VALIDATION
+        name = held_out.name or default
+        held_out.name = name
+        if held_out.retriever != OWN:
+            held_out.name = f"{name}/{held_out.retriever}"
+            if not config.do_search and not held_out.of_validation:
+                raise ValueError(
+                    f"Found retriever: {held_out.retriever} in {where} with do_search=false, where nothing "
+                    f"is searched; expected do_search=true, or retriever: {OWN}."
+                )
+        if held_out.name in sets or "/" in name:
             raise ValueError(
                 f"Found the name {held_out.name!r} at {where}, which is taken or has a /; expected one of "
                 "its own: name: <name>."

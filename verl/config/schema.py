@@ -298,7 +298,8 @@ class Trainer(RunSettings):
     val_only: bool = key(False, "validate the model, or the checkpoint that resume_mode finds, and stop")
     val_modes: list[str] = key(["greedy"], "greedy, sampled or both; the first gives val/test_score")
     evals: list[dict] | None = key(
-        None, "more sets to measure: [{files, name, every, n, rollouts, temperature, solved_at}, ...]"
+        None,
+        "more sets to measure: [{files, name, every, n, rollouts, temperature, solved_at, retriever}, ...]",
     )
     critic_warmup: Whole = key(0, "steps in which only the critic is trained")
     max_restarts: Whole = key(0, "ray, folder: how often the run goes on from a checkpoint after a death")

@@ -99,7 +99,7 @@ def retrieval_effect(
         "answer_from_search": None,
         "answer_search": None,
     }
-    wanted = {_title(title) for title in gold_titles or ()}
+    wanted = {plain_title(title) for title in gold_titles or ()}
     searches = [turn["documents"] for turn in trajectory["turns"] if turn.get("documents") is not None]
     if wanted:
         after = [f"gold_recall_at_{n + 1}" for n in range(SEARCHES_TOLD)]
@@ -109,7 +109,7 @@ def retrieval_effect(
     for number, documents in enumerate(searches, 1):
         found += documents
         if wanted:
-            titles = {_title(document["contents"].partition("\n")[0]) for document in found}
+            titles = {plain_title(document["contents"].partition("\n")[0]) for document in found}
             recall = len(wanted & titles) / len(wanted)
             later = [f"gold_recall_at_{n}" for n in range(number, SEARCHES_TOLD + 1)]
             figures |= dict.fromkeys(["gold_recall", *later], recall)
@@ -118,5 +118,6 @@ def retrieval_effect(
     return figures
 
 
-def _title(text: str) -> str:
+def plain_title(text: str) -> str:
+    """Return a title as titles are compared: in small letters, without quotes around it."""
     return text.strip().strip('"').strip().lower()

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from data_prep.hub import fetch_model
 from verl.config import Config
 from verl.config.keys import flat
 from verl.config.loading import VARIABLE_PREFIX, load
+from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
 from verl.monitor.runs import state_of
 from verl.utils.announcing import announced, without_collections
 from verl.utils.model_folders import find_model, run_folder
@@ -89,6 +90,7 @@ def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentPar
     add("--patience", type=float, default=1800.0, help="seconds of a turn with all its requests (1800)")
     add("--prices", default="0,0", help="US dollars per million tokens read,written")
     add("settings", nargs="*", metavar="key=value", help="settings of training, @file too")
+    parser.set_defaults(retriever=OWN)
     return parser
 
 
@@ -117,6 +119,11 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         parser.error("--steps and --watch: expected only with a run's folder as --model")
     elif not options.base_url.startswith(("http://", "https://")):
         parser.error(f"--base_url: found {options.base_url}, expected http://host:port/v1")
+    options.retrievers = list(dict.fromkeys(name for name in options.retriever.split(",") if name))
+    if not options.retrievers or not set(options.retrievers) <= set(RETRIEVERS):
+        parser.error(
+            f"--retriever: found {options.retriever!r}, expected one or more of {','.join(RETRIEVERS)}"
+        )
     if options.steps not in (None, "all") and not re.fullmatch(r"\d+(,\d+)*", options.steps):
         parser.error(f"--steps: found {options.steps}, expected all, or numbers as 100,200")
     try:
@@ -259,6 +266,7 @@ def evaluate(
     name. ValueError, EngineUnavailable, RunStopped.
     """
     with announced("loading the libraries", sys.stderr), without_collections():
+        from verl.evaluation.controls import with_retriever
         from verl.evaluation.rollouts import Asking, Benchmark, shown
         from verl.trainer.ppo.scoring import RewardManager
         from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -267,6 +275,7 @@ def evaluate(
         from verl.verifiers.registry import Verifiers
 
     config = settings_of(folder, options)
+    check_retrievers(config, options)
     asking = Asking(
         options.rollouts,
         options.temperature,
@@ -294,33 +303,85 @@ def evaluate(
         rest.callback(verifiers.close)
         score = load_reward_function(config.custom_reward_function)
         reward_fn = RewardManager(agent.tokenizer, 0, score, verifiers, stops=False)
-        benchmarks = []
+        benchmarks, datasets = list[Benchmark](), list[RLHFDataset]()
         for path in options.benchmarks:
             dataset = RLHFDataset(str(path), agent.tokenizer, data, options.n)
             verifiers.check_rows(dataset.rows_to_check())
+            datasets.append(dataset)
             settings = {
                 "model": str(folder or options.model),
                 "file": hashlib.sha256(path.read_bytes()).hexdigest(),
                 **{name: getattr(options, name) for name in KEPT},
                 **{key: value for key, value in flat(config).items() if key.startswith(DECISIVE)},
             }
-            place = options.out / name / path.stem
-            benchmarks.append(Benchmark(path.stem, dataset, place, settings, encode))
+            for retriever in options.retrievers:
+                rows = with_retriever(dataset, retriever, options.seed, config.max_turns)
+                control = {} if retriever == OWN else {"retriever": retriever}
+                label = name_with(path.stem, retriever)
+                place = options.out / name / label
+                benchmarks.append(Benchmark(label, rows, place, {**settings, **control}, encode))
         for each in benchmarks:
             each.check(options.resume)
-        check_search(config, any(each.dataset[0]["episode"] is None for each in benchmarks))
+        asks_server = not set(options.retrievers).isdisjoint((OWN, SHUFFLED))
+        check_search(config, asks_server and any(dataset[0]["episode"] is None for dataset in datasets))
+        summaries: dict[str, dict[str, Any]] = {}
         for each in benchmarks:
             summary = each.run(agent, reward_fn, asking)
+            summaries[each.name] = summary
             figures = {key: value for key, value in summary.items() if isinstance(value, list)}
             told = ", ".join(f"{key} {shown(value)}" for key, value in figures.items())
             print(f"{name} on {each.name}: {told}; {each.folder}/page.html", flush=True)
             if use is not None:
                 use(each, agent.tokenizer, str(name))
+        if len(options.retrievers) > 1:
+            for path in options.benchmarks:
+                print(f"{name} on {path.stem}\n{beside_each_other(path.stem, options.retrievers, summaries)}")
+
+
+def beside_each_other(
+    benchmark: str, retrievers: Sequence[str], summaries: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Return the figures of a benchmark as a table: a line for each figure, a column for each retriever."""
+    from verl.evaluation.rollouts import shown
+
+    columns = [summaries[name_with(benchmark, retriever)] for retriever in retrievers]
+    names = [name for name, value in columns[0].items() if isinstance(value, list) or name == "searches"]
+    cells = [["", *retrievers]]
+    for name in names:
+        cells.append([name, *[shown(column.get(name)) for column in columns]])
+    widths = [max(len(row[number]) for row in cells) for number in range(len(cells[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def name_with(benchmark: str, retriever: str) -> str:
+    """Return the name of a benchmark, which says whether its searches find other passages than their own."""
+    return benchmark if retriever == OWN else f"{benchmark}/{retriever}"
+
+
+def check_retrievers(config: Config, options: argparse.Namespace) -> None:
+    """Raise ValueError if --retriever changes what searches find where nothing is searched."""
+    from verl.utils.dataset.row_environments import check_controlled, environments_in
+
+    for retriever in options.retrievers:
+        if retriever != OWN and not config.do_search:
+            raise ValueError(
+                f"Found --retriever {retriever} with do_search=false, where nothing is searched; expected "
+                f"do_search=true, or --retriever {OWN}."
+            )
+        for path in options.benchmarks:
+            environments = environments_in(path, config.environment.env_class)
+            check_controlled(retriever, environments, f"the rows of {path} (--retriever)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see `run_command`."""
     parser = build_parser("python -m verl.evaluate", __doc__, "evals")
+    parser.add_argument(
+        "--retriever",
+        default=OWN,
+        help="what searches find: own, shuffled (passages of other questions), empty, or several: a,b (own)",
+    )
     options = read_options(parser, argv)
     if not options.benchmarks:
         parser.error("--benchmarks: found none, expected files of rows or names")

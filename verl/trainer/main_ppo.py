@@ -22,7 +22,6 @@ from verl.config import Config, Loaded
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
-from verl.config.mixture import evals_of
 from verl.utils.announcing import announced, without_collections
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def build_trainer(
     with without_collections():
         from search_r1.llm_agent.generation import env_metrics
         from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
-        from verl.trainer.ppo.held_out import HeldOutSets
+        from verl.trainer.ppo.held_out import HeldOutSets, read_sets
         from verl.trainer.ppo.passes import Passes
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import RewardManager
@@ -98,7 +97,7 @@ def build_trainer(
     data = {**config.data, "env_class": config.environment.env_class}
     train_dataset = training_rows(config, tokenizer)
     val_dataset = RLHFDataset(config.data.val_files, tokenizer, data, config.data.val_data_num)
-    evals = [(each, RLHFDataset(each.files or [], tokenizer, data, each.n)) for each in evals_of(config)]
+    evals = read_sets(config, tokenizer, data, val_dataset)
     verifiers = Verifiers(VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir)))
     val_reward_fn = RewardManager(tokenizer, 0, user_score, verifiers)
     for dataset in (train_dataset, val_dataset, *(rows for _, rows in evals)):

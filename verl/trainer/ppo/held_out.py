@@ -1,14 +1,20 @@
-"""The sets of `trainer.evals`: rows that are asked while a run trains, and never trained on."""
+"""The sets of `trainer.evals`: rows that are asked while a run trains, and never trained on.
+
+configuration, rows of the validation --read_sets--> sets --HeldOutSets.measure--> eval/<name>/..., lines
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from verl.config.mixture import HeldOut
+from verl.config import Config
+from verl.config.mixture import OWN, HeldOut, evals_of
+from verl.environments.registry import SEARCH
+from verl.evaluation.controls import with_retriever
 from verl.evaluation.figures import LOST, rollout_seed, summarize
 from verl.protocol import DataProto
 from verl.trainer.ppo.collection import prompt_batch
@@ -16,6 +22,40 @@ from verl.trainer.ppo.scoring import RewardManager
 from verl.trainer.ppo.validation import ask, question_records
 from verl.utils.announcing import announced
 from verl.utils.dataset.rl_dataset import RLHFDataset
+
+
+def read_sets(
+    config: Config, tokenizer: Any, data: Mapping[str, Any], validation: RLHFDataset
+) -> list[tuple[HeldOut, RLHFDataset]]:
+    """Read the sets of `trainer.evals`.
+
+    A set without files has the rows of the validation, or `n` of them where there are more. With another
+    retriever than its own it has those that search, and is left out, with a note, where none does: a
+    configuration with such a set works for any rows.
+
+    Args:
+        data: the settings of `RLHFDataset`. validation: the rows of `data.val_files`.
+
+    Raises:
+        ValueError: rows that can't be used (`RLHFDataset`, `with_retriever`).
+    """
+    sets = []
+    for held_out in evals_of(config):
+        source: str | Sequence[Any] = held_out.files or []
+        num_rows = held_out.n
+        if held_out.of_validation:
+            source = validation.rows
+            if held_out.retriever != OWN:
+                source = [row for row in validation.rows if validation.env_class_of(row) == SEARCH]
+                if not source or not config.do_search:
+                    print(f"note: trainer.evals: {held_out.name} is left out: no question is searched for")
+                    continue
+            if num_rows is not None and num_rows >= len(source):
+                num_rows = None
+        rows = RLHFDataset(source, tokenizer, data, num_rows)
+        seed = config.trainer.seed
+        sets.append((held_out, with_retriever(rows, held_out.retriever, seed, config.max_turns)))
+    return sets
 
 
 @dataclass(frozen=True)

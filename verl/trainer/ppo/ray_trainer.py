@@ -186,6 +186,8 @@ class RayPPOTrainer(ResumableRun):
                     self._validate(complete=True), "after" if self.state.step else "before"
                 )
             self._stop_at_a_collapse()
+            if trainer.val_only:
+                self._measure_sets()
             while self.state.step < self.total_steps and not trainer.val_only:
                 step = self.stop_request.step = self.state.step + 1
                 timer = metric_utils.Timer()
@@ -450,6 +452,13 @@ class RayPPOTrainer(ResumableRun):
             self._record_validation(report, "after" if last else "during")
             metrics |= report.metrics()
         return metrics
+
+    def _measure_sets(self) -> None:
+        """Measure the sets of `trainer.evals` of a run that does not train."""
+        metrics, lines = self.evals.measure(self._generate_sequences, self.state.step, last=True)
+        self.recorder.log_evaluation(self.state.step, lines)
+        for name, value in metrics.items():
+            self.recorder.say(f"{name} at step {self.state.step}: {value:.4g}")
 
     def _lacks_validation(self) -> bool:
         """Whether the validation before the first step, or after the last one, has not been made yet."""

@@ -115,13 +115,13 @@ class RLHFDataset:
         prompt), or None for a search as the configuration has it.
         """
         row = self.adapt(row) if self.adapt is not None else row
-        messages, kept = self._messages(row), self.config["max_start_length"]
+        messages, kept = self.messages_of(row), self.config["max_start_length"]
         ids = encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
         if len(ids) > kept and not self._has_warned:
             self._has_warned = True
             print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={kept} are used")
-        extra_info, named = row.get("extra_info"), row.get("env_class")
-        env_class = named if isinstance(named, str) and named else self.config["env_class"]
+        extra_info = row.get("extra_info")
+        env_class = self.env_class_of(row)
         rewards = {name: row.get(name) for name in ("reward_model", "reward_spec")}
         reward = next((each for each in rewards.values() if each is not None), None)
         episode = None
@@ -141,9 +141,21 @@ class RLHFDataset:
             "episode": episode,
         }
 
+    def env_class_of(self, row: Row) -> str:
+        """Return the environment that a row names, else the configuration's."""
+        named = row.get("env_class")
+        if isinstance(named, str) and named:
+            return named
+        default: str = self.config["env_class"]
+        return default
+
+    def messages_of(self, row: Row) -> list[dict[str, Any]]:
+        """Return a row's prompt as chat messages."""
+        return chat_messages(row[self.prompt_key], self.prompt_key)
+
     def too_long(self, row: Row) -> str | None:
         """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None."""
-        longest, messages = self.config["max_prompt_length"], self._messages(row)
+        longest, messages = self.config["max_prompt_length"], self.messages_of(row)
         # a token has at least one byte, so only rows of many bytes are tokenised
         num_bytes = sum(len(str(message.get("content")).encode()) for message in messages)
         if num_bytes + _TEMPLATE_BYTES <= longest:
@@ -169,9 +181,6 @@ class RLHFDataset:
             raise self.length_error(f"{too_long} (the first: row {first}, {text})")
         print(f"note: {too_long} are skipped (data.truncation=skip)")
         self.rows = [row for i, row in enumerate(self.rows) if i not in found]
-
-    def _messages(self, row: Row) -> list[dict[str, Any]]:
-        return chat_messages(row[self.prompt_key], self.prompt_key)
 
 
 class DataFailed(RuntimeError):

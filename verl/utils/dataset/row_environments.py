@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from verl.config import Config
 from verl.config.keys import as_list
-from verl.config.mixture import sources_of
+from verl.config.mixture import OWN, evals_of, sources_of
 from verl.environments.registry import SEARCH, load_class
 
 
@@ -22,10 +22,31 @@ def environments_of(config: Config) -> set[str]:
     files += [(file, each.env_class or default) for each in sources_of(config) for file in each.files]
     named = set[str]()
     for path, other in dict.fromkeys(files):
-        path = path.expanduser()
-        if path.is_file():
-            named.update(name or other for name in _named_in(path, path.stat().st_mtime_ns))
+        named |= environments_in(path, other)
     return named or {default}
+
+
+def environments_in(path: Path, default: str) -> set[str]:
+    """Return the environments of the rows of a file, `default` for rows that name none; {} without a file."""
+    path = path.expanduser()
+    if not path.is_file():
+        return set()
+    return {name or default for name in _named_in(path, path.stat().st_mtime_ns)}
+
+
+def check_controlled(retriever: str, environments: set[str], where: str) -> None:
+    """Raise ValueError if rows whose searches are to find something else (`trainer.evals`) don't search.
+
+    Args:
+        retriever: of the set. environments: of its rows. where: the rows are, for the message.
+    """
+    others = environments - {SEARCH}
+    if retriever != OWN and others:
+        names = ", ".join(sorted(others))
+        raise ValueError(
+            f"Found retriever: {retriever} for {where}, of the environment {names}; expected rows that "
+            f"search, as it changes what a search finds and nothing else. Use retriever: {OWN}, or others."
+        )
 
 
 @cache
@@ -55,12 +76,19 @@ def searches(config: Config) -> bool:
 
 
 def check_environments(config: Config) -> None:
-    """ValueError: there is no environment of a name in the configuration or in a row."""
+    """Raise ValueError if there is no environment of a name in the configuration or in a row, or if a set of
+    `trainer.evals` changes what searches find and has rows that don't search.
+    """
     settings = config.environment.env_config
     if SEARCH in settings:
         raise ValueError(
             f"Found environment.env_config.{SEARCH}={settings[SEARCH]}; expected a search's settings in "
             "retriever.url, retriever.topk and max_turns."
         )
+    for held_out in evals_of(config, with_data=False):  # a plan may be made before the data
+        files = [] if held_out.of_validation else as_list(held_out.files)
+        for file in files:
+            environments = environments_in(Path(file), config.environment.env_class)
+            check_controlled(held_out.retriever, environments, f"the rows of {file} (trainer.evals)")
     for name in sorted({config.environment.env_class, *environments_of(config), *settings}):
         load_class(name)

@@ -19,6 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's colours: told apart by everybody
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"
+PURPLE, SKY = "#cc79a7", "#56b4e9"
 HOP_COLOURS = (BLUE, ORANGE, GREEN, RED)
 LINES = {  # of training: panel -> metric -> colour, label
     "Right answers and reward": {
@@ -31,6 +32,11 @@ LINES = {  # of training: panel -> metric -> colour, label
         "response_length/mean": (BLUE, "mean"),
         "response_length/max": (GREY, "longest"),
     },
+}
+RETRIEVERS = {  # of sets of `trainer.evals`, as their names end -> label, colour, marker
+    "/shuffled": ("shuffled passages", GREEN, "^"),
+    "/empty": ("no passages", PURPLE, "v"),
+    "": ("own passages", SKY, "D"),
 }
 SMOOTH_OVER = 9  # most steps in the moving mean; short runs are smoothed less
 
@@ -56,6 +62,7 @@ _STYLE: Any = {
 
 def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = ()) -> None:
     """Draw four panels: right answers and reward (or the rewards of environments), searches, entropy, length.
+    Beside the right answers stand those without the passages that a question needs (`controlled_sets`).
 
     rows: lines of `metrics.jsonl`; a panel shows what they have. path: the PNG file to write. branches: the
     lines of steps that the run has left by going back (verl/trainer/rewinds.py), drawn in grey.
@@ -75,6 +82,9 @@ def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = (
             label = f"exact match, validation ({mode})"
             if not of_each:
                 _points(axes[0], last_steps(rows, f"val/{mode}/em"), colour, label, marker)
+        if not of_each:
+            for metric, (label, colour, marker) in controlled_sets(rows).items():
+                _points(axes[0], last_steps(rows, metric), colour, label, marker)
         validated = [m for m in ("sampled", "greedy") if last_steps(rows, f"val/{m}/searches")]
         prefix = f"val/{(validated or ['sampled'])[0]}/searches"
         names = sorted({name for row in rows for name in row if name.startswith(f"{prefix}/hops_")})
@@ -87,6 +97,22 @@ def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = (
         for axis in axes:
             axis.set_ylim(bottom=0)
         axes[0].set_ylim(min([-0.02, *values]), max([1.02, *values]))
+
+
+def controlled_sets(rows: Rows) -> dict[str, tuple[str, str, str]]:
+    """Return metric -> (label, colour, marker) of the sets of `trainer.evals` that find passages of other
+    questions, or none, and of the sets of the same names that find their own.
+    """
+    metrics = {name for row in rows for name in row if re.fullmatch("eval/[^/]+(/shuffled|/empty)?/em", name)}
+    sets = {metric.split("/")[1] for metric in metrics if metric.count("/") == 3}
+    styles = {}
+    for name in sorted(sets):
+        for ending, (label, colour, marker) in RETRIEVERS.items():
+            metric = f"eval/{name}{ending}/em"
+            if metric in metrics:
+                whose = f" ({name})" if len(sets) > 1 else ""
+                styles[metric] = (f"exact match, {label}{whose}", colour, marker)
+    return styles
 
 
 def draw_panels(rows: Rows, panels: Mapping[str, Sequence[str]], path: Path, title: str) -> bool:
