@@ -285,7 +285,7 @@ class AsyncTraining(Block):
     max_staleness: Whole = key(0, "updates since a trained row's oldest token, at most (0: no overlap)")
     in_flight_updates: bool = key(True, "new weights come in the midst of turns; false: turns end first")
     recompute_kv: bool = key(True, "new weights compute the KV cache again; false: they go on with it")
-    too_old: str = key("drop", "older groups are asked again, or their old turns masked", "drop mask")
+    too_old: str = key("drop", "batches wait for slow groups; mask: old turns are left out", "drop mask")
     group_deadline: Positive = key(1800, "seconds until an unfinished group is given up and asked again")
     repeatable: bool = key(False, "weights change between batches: the same run every time")
 

@@ -70,6 +70,7 @@ def play(seed: int, config: Config, folder: Path, monkeypatch: pytest.MonkeyPatc
             stream.load(folder, step)
             stream.send_weights(step, None)  # type: ignore[arg-type]
             saved = step
+    assert masks or not stream._sums["dropped"]
     live = [*stream.running.values(), *stream.ready, *stream.again]
     untrained = [int(group.prompts.non_tensor_batch["index"][0]) for group in live]
     assert sorted(trained + untrained) == list(range(prompts.drawn)), (seed, saved)  # none lost, none twice
@@ -161,3 +162,6 @@ def test_the_gate_counts_and_nothing_else():
     gate = StalenessGate(max_staleness=1, groups_per_step=2, num_steps=10)
     assert [gate.room(0, present) for present in (0, 3, 4, 5)] == [4, 1, 0, 0]
     assert [gate.room(version, 0) for version in (8, 9, 10)] == [4, 2, 0] and gate.oldest(5) == 4
+    assert [gate.due(5, present) for present in (-3, 0, 1, 2, 3)] == [5, 5, 5, 6, 6]
+    assert gate.leaves_time(5, []) and gate.leaves_time(5, [6, 7, 7, 6]) and gate.leaves_time(5, [8, 7, 8, 8])
+    assert not gate.leaves_time(5, [5]) and not gate.leaves_time(5, [6, 6, 6])

@@ -1,14 +1,20 @@
 """Rollouts that go on while the policy is trained: groups begun ahead, as far as staleness is bounded.
 
-    send_weights -> begun as there is room -> RolloutWorker ... -> take: the oldest groups that are ready
+    send_weights -> begun as there is room -> RolloutWorker ... -> take: ready groups, and all that are due
          ^                                                              |
          +------------------- step: log-probs, update <-----------------+
 
 The driver calls it between the phases of a step and nowhere else: rollouts need no thread here, since all
-that may be sampled during an update is begun before it. A group that is too old when a batch is cut (with
-`too_old=mask` one all of whose turns are), or that is not over within `group_deadline`, is asked again; no
-prompt is lost. With `repeatable` weights change only where no group is under way, and batches are cut in the
-order in which prompts were drawn, so that the run is the same however fast the processes are.
+that may be sampled during an update is begun before it.
+
+Every group is due in some step from the moment in which it is begun, `train_batch_size` groups in each step.
+A batch takes ready groups, and waits for a group that could not be trained by its step otherwise. So no group
+becomes too old, and long trajectories are trained as often as they are sampled: dropping the late ones would
+leave the short. With `too_old=mask` no batch waits; a group all of whose turns are too old is asked again.
+
+A group that is not over within `group_deadline` is asked again too; no prompt is lost. With `repeatable`
+weights change only where no group is under way, and batches are cut in the order in which prompts were drawn,
+so that the run is the same however fast the processes are.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +40,7 @@ from verl.workers.rollout_worker import MEMBER
 
 STREAM_FILE = "rollout_stream.pkl"
 POLL_SECONDS = 0.1
+LEAN_FADES = 0.95  # weight of a step beside the next one: about the last 20 steps count
 MOST_SILENT = 3  # deadlines that a process may let pass without a row
 SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
 
@@ -46,6 +53,7 @@ class PromptGroup:
     attempt: int  # how often it was asked before
     prompts: DataProto  # its rows, ready to be generated from
     rows: dict[int, DataProto] = field(default_factory=dict)  # member -> its trajectory, as they end
+    due: int = -1  # it is trained in the step after this update at the latest; -1: it was not begun yet
     rank: int = 0  # of the process that samples it
     begun: float = 0.0  # time.monotonic() of that
 
@@ -62,9 +70,17 @@ class PromptGroup:
     @property
     def version_newest(self) -> int:
         """Of the first token of its newest turn; -1: it has none."""
-        records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
-        versions = (turn.get("version_first") for record in records for turn in record["turns"])
+        versions = (turn.get("version_first") for turn in self.turns())
         return max((version for version in versions if version is not None), default=-1)
+
+    def turns(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of all turns of its rows."""
+        for row in self.rows.values():
+            yield from row.non_tensor_batch["trajectory"][0]["turns"]
+
+    def num_sampled(self, oldest: int | None = None) -> int:
+        """Count the tokens that the policy sampled; with `oldest`, without turns that older weights began."""
+        return sum(turn["end"] - turn["start"] for turn in self.turns() if not is_stale(turn, oldest))
 
     def trajectories(self, oldest: int | None) -> DataProto:
         """Its rows in order, with their prompts' columns; unless `oldest` is None, `stale_mask` [N, R] bool:
@@ -75,11 +91,17 @@ class PromptGroup:
             stale = torch.zeros_like(rows.tensors["response_mask"], dtype=torch.bool)
             for row, record in enumerate(rows.non_tensor_batch["trajectory"]):
                 for turn in record["turns"]:
-                    if (version := turn.get("version_first")) is not None and version < oldest:
+                    if is_stale(turn, oldest):
                         stale[row, turn["start"] : turn["end"]] = True
             rows.tensors["stale_mask"] = stale
         columns = {name: x for name, x in self.prompts.non_tensor_batch.items() if name != "continuation"}
         return DataProto(rows.batch, columns | {"trajectory": rows.non_tensor_batch["trajectory"]})
+
+
+def is_stale(turn: dict[str, Any], oldest: int | None) -> bool:
+    """Return whether a turn was begun by older weights than `oldest`; with None, no turn is stale."""
+    version = turn.get("version_first")
+    return oldest is not None and version is not None and version < oldest
 
 
 def weight_folder(config: Config) -> Path | None:
@@ -114,7 +136,8 @@ class StalenessGate:
     A version is the number of updates that a policy has behind it. A group that is trained in the step after
     update v has staleness v minus the version of its oldest sampled token: the time that it stood in the
     queue counts. AReaL's rule (Fu et al. 2025, arXiv:2505.24298, section 5.1) bounds it before it arises: no
-    more groups are begun than `max_staleness` + 1 steps can take.
+    more groups are begun than `max_staleness` + 1 steps can take. The rule alone does not bound the age of a
+    slow group that others overtake; `due` and `leaves_time` do.
 
     num_steps: of the whole run: what no step would train is not begun.
     """
@@ -131,6 +154,55 @@ class StalenessGate:
     def oldest(self, version: int) -> int:
         """What older weights have begun may not be trained in the step after update `version`."""
         return version - self.max_staleness
+
+    def due(self, version: int, present: int) -> int:
+        """Return the update after which the next group is trained at the latest, as steps take groups in the
+        order in which they are begun. As there was `room`, this is within `max_staleness`.
+        """
+        return version + max(0, present) // self.groups_per_step
+
+    def leaves_time(self, version: int, dues: Iterable[int]) -> bool:
+        """Return whether the steps after the one that follows update `version` can train groups that are due
+        after these updates, none of them late.
+        """
+        first = version + 1
+        return all(due >= first + number // self.groups_per_step for number, due in enumerate(sorted(dues)))
+
+
+@dataclass
+class Lean:
+    """How much shorter trained rows are than all that ended; past steps fade, as single ones say little."""
+
+    trained_tokens: float = 0  # without those that are masked
+    trained_rows: float = 0
+    ended_tokens: float = 0
+    ended_rows: float = 0
+
+    def add_trained(self, group: PromptGroup, oldest: int | None) -> None:
+        """Count a group of a batch; oldest: as `PromptGroup.trajectories` takes it."""
+        self.trained_tokens += group.num_sampled(oldest)
+        self.trained_rows += len(group.rows)
+        self.add_ended(group)
+
+    def add_ended(self, group: PromptGroup) -> None:
+        """Count a group that is trained or dropped."""
+        self.ended_tokens += group.num_sampled()
+        self.ended_rows += len(group.rows)
+
+    def ratio(self) -> float:
+        """Return the mean of trained tokens over trained rows, divided by that of sampled tokens over
+        rows that ended; 1 where length decides nothing.
+        """
+        if not self.trained_rows or not self.ended_tokens:
+            return 1.0
+        return (self.trained_tokens / self.ended_tokens) * (self.ended_rows / self.trained_rows)
+
+    def fade(self) -> None:
+        """Let everything so far count less beside the next step."""
+        self.trained_tokens *= LEAN_FADES
+        self.trained_rows *= LEAN_FADES
+        self.ended_tokens *= LEAN_FADES
+        self.ended_rows *= LEAN_FADES
 
 
 class RolloutStream:
@@ -154,6 +226,7 @@ class RolloutStream:
         self.ready: list[PromptGroup] = []
         self.again: list[PromptGroup] = []  # to be asked before others
         self.taken: list[PromptGroup] = []  # of the present step
+        self._lean = Lean()
         self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds"), 0.0)
         self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
         self._sent: list[DataProtoFuture] = []  # weights and rows, to samplers that are busy
@@ -176,25 +249,47 @@ class RolloutStream:
             call.get()
 
     def take(self, count: int) -> DataProto:
-        """The trajectories of `count` groups, as soon as there are so many."""
+        """Return the trajectories of `count` groups, as soon as `_batch` has them."""
         started = time.perf_counter()
         if self.taken:  # the step needs more than its share, as some teach nothing
             self.replaced += count
-        in_order = self.settings.repeatable
         oldest = self.gate.oldest(self.version)
         while True:
             self._drop_old(oldest)
-            if not in_order or len(self.ready) + len(self.running) < count:
+            if not self.settings.repeatable or len(self.ready) + len(self.running) < count:
                 self._begin()
-            live = [*self.ready, *(self.running.values() if in_order else ())]
-            chosen = sorted(live, key=lambda group: group.number)[:count]
-            if len(chosen) == count and all(group.uid not in self.running for group in chosen):
+            chosen = self._batch(count)
+            if chosen:
                 break
             self._receive()
         self._sums["trainer_idle_seconds"] += time.perf_counter() - started
         self.taken += chosen
         self.ready = [group for group in self.ready if group not in chosen]
-        return DataProto.concat([group.trajectories(oldest if self.masks else None) for group in chosen])
+        trained_from = oldest if self.masks else None
+        for group in chosen:
+            self._lean.add_trained(group, trained_from)
+        return DataProto.concat([group.trajectories(trained_from) for group in chosen])
+
+    def _batch(self, count: int) -> list[PromptGroup]:
+        """Return the `count` groups to be trained now; none while there are not so many, or while groups that
+        are still running could not be trained in time if the batch went without them.
+        """
+        live = [*self.ready, *self.running.values()]
+        if self.settings.repeatable or self.masks:
+            live.sort(key=lambda group: group.number)
+        else:
+            live.sort(key=lambda group: (group.due, group.number))
+        chosen = [group for group in live if group.uid not in self.running][:count]
+        if len(chosen) < count:
+            return []
+        if chosen == live[:count]:  # there is none to wait for
+            return chosen
+        if self.settings.repeatable:
+            return []
+        left = [group.due for group in live if group not in chosen]
+        if self.masks or self.gate.leaves_time(self.version, left):
+            return chosen
+        return []
 
     def metrics(self) -> dict[str, float]:
         """`async/*` and the engines' `rollout/*` since the last call."""
@@ -203,14 +298,20 @@ class RolloutStream:
         names = dict.fromkeys(name for each in figures for name in each)
         metrics = {name: float(np.mean([each[name] for each in figures if name in each])) for name in names}
         metrics |= {f"async/{name}": value for name, value in self._sums.items()}
-        metrics["async/queue_groups"], metrics["async/running_groups"] = len(self.ready), len(self.running)
+        metrics["async/queue_groups"] = len(self.ready)
+        metrics["async/running_groups"] = len(self.running)
+        metrics["async/lean"] = self._lean.ratio()
         self._sums = dict.fromkeys(self._sums, 0.0)
+        self._lean.fade()
         return metrics
 
     def room(self) -> int:
         """Groups that may be begun now."""
-        present = len(self.running) + len(self.ready) + len(self.taken) - self.replaced
-        return self.gate.room(self.version, present)
+        return self.gate.room(self.version, self._present())
+
+    def _present(self) -> int:
+        """Count the groups that have begun and that no finished step has trained."""
+        return len(self.running) + len(self.ready) + len(self.taken) - self.replaced
 
     def _begin(self) -> None:
         """Begins what there is room for."""
@@ -223,6 +324,8 @@ class RolloutStream:
             groups += [PromptGroup(self.next_number + i, 0, prompts) for i, prompts in enumerate(drawn)]
             self.next_number += fresh
         for group in groups:
+            if group.due < 0:
+                group.due = self.gate.due(self.version, self._present())
             self.running[group.uid] = group
             self._submit(group)
 
@@ -274,6 +377,7 @@ class RolloutStream:
             if version is not None and version < oldest:
                 self.ready.remove(group)
                 self.again.append(self._anew(group))
+                self._lean.add_ended(group)
                 self._sums["dropped"] += 1
 
     def _anew(self, group: PromptGroup) -> PromptGroup:
@@ -288,7 +392,7 @@ class RolloutStream:
         repeatable = self.settings.repeatable  # what is under way began with these weights, and does again
         parts = [] if repeatable else self.workers.continuations()
         rows = {(uid, member): row for part in parts for uid, member, row in single_rows(part)}
-        running = []
+        running: list[tuple[Any, ...]] = []  # arguments of `PromptGroup`, as in the rest of the state
         for group in self.running.values():
             states: list[Any] = [None] * len(group.prompts)
             for member in range(len(group.prompts)):
@@ -297,7 +401,7 @@ class RolloutStream:
                     states[member] = continuations(row)[0]
             prompts = group.prompts.select()
             prompts.non_tensor_batch["continuation"] = object_array(states)
-            running.append((group.number, group.attempt, prompts))
+            running.append((group.number, group.attempt, prompts, {}, group.due))
         again, ready = self.again, self.ready
         if not step_is_over:
             failed = [group for group in ready if any(map(has_failed, group.rows.values()))]
@@ -305,8 +409,8 @@ class RolloutStream:
             ready = [group for group in ready if group not in failed]
         state = {
             "running": running,
-            "ready": [(g.number, g.attempt, g.prompts, g.rows) for g in ready],
-            "again": [(g.number, g.attempt, g.prompts) for g in again],
+            "ready": [(g.number, g.attempt, g.prompts, g.rows, g.due) for g in ready],
+            "again": [(g.number, g.attempt, g.prompts, {}, g.due) for g in again],
             "next_number": self.next_number,
         }
         with (folder / STREAM_FILE).open("wb") as file:
