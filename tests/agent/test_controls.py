@@ -39,11 +39,11 @@ def url(serve_documents):
         yield f"{address}/retrieve"
 
 
-def questions(towns=TOWNS, **extra_info) -> RLHFDataset:
+def questions(towns=TOWNS, asked="Who is the founder", **extra_info) -> RLHFDataset:
     rows = [
         {
             "data_source": "towns",
-            "prompt": [{"role": "user", "content": f"Question: Who is the founder of {town}?\n"}],
+            "prompt": [{"role": "user", "content": f"Question: {asked} of {town}?\n"}],
             "reward_model": {"ground_truth": {"target": [f"{town}founder"]}},
             "extra_info": extra_info,
         }
@@ -156,6 +156,17 @@ def test_what_is_found_does_not_depend_on_the_order_of_the_batch_or_of_the_file_
     turned = observations(with_retriever(questions(TOWNS[::-1]), "shuffled", 5, 2), url)
     assert turned[::-1] == expected
     assert observations(with_retriever(dataset, "shuffled", 6, 2), url) != expected
+
+
+def test_another_question_about_the_same_passages_does_not_bring_them(url):
+    rows = questions(["Arlen"]).rows + questions(["Arlen"], "What is the river").rows
+    dataset = RLHFDataset(rows, TOKENIZER)
+    own = observations(dataset, url)
+    assert '"Arlen founder"' in own[0][0][0]
+    shuffled = observations(with_retriever(dataset, "shuffled", 0, 2), url)
+    for searches, own_searches in zip(shuffled, own, strict=True):
+        for documents, own_documents in zip(searches, own_searches, strict=True):
+            assert documents and set(documents).isdisjoint(own_documents)
 
 
 def test_documents_that_a_row_names_as_its_own_are_not_found_for_it(url):

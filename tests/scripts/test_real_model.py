@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from scripts.real_model_report import LABELS, MODELS, compare, interval  # noqa: E402
+from scripts.real_model_report import LABELS, MODELS, compare, interval, read_results  # noqa: E402
 
 TOWNS = ["Arlen", "Bora", "Cale", "Doria", "Elm", "Fenna", "Gorm", "Hale", "Ilse", "Jorn", "Kade", "Lira"]
 # two steps of two questions; a start that is long enough for the form of a search
@@ -168,3 +168,20 @@ def test_an_interval_holds_the_mean_and_a_difference_goes_by_question():
     mean, low, high = figures["em_change"]
     assert mean == pytest.approx(sum(new[q]["em"] - old[q]["em"] for q in list(old)[:150]) / 150)
     assert 0 < low < mean < high
+
+
+def test_the_controls_are_read_from_the_test_that_asked_them(tmp_path):
+    folder = tmp_path / "grpo_test"
+    folder.mkdir()
+    (folder / "summary.json").write_text("{}")
+    line = {"question": "Who?", "data_source": "squad", "em": 1.0, "f1": 1.0, "searches": 1}
+    (folder / "validation.jsonl").write_text(json.dumps(line | {"mode": "greedy", "questions": "val"}) + "\n")
+    controls = [line | {"eval": name, "em": 0.0} for name in ("val/shuffled", "val/empty")]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(control) + "\n" for control in controls))
+    of_greedy = read_results(tmp_path)["squad"]["greedy"]
+    assert {run: lines["Who? (1)"]["em"] for run, lines in of_greedy.items()} == {
+        "grpo_test": 1.0,
+        "val/shuffled": 0.0,
+        "val/empty": 0.0,
+    }
+    assert set(of_greedy) <= set(LABELS)
