@@ -334,6 +334,10 @@ def test_thrift_counts_by_the_share_of_all_that_was_generated_whatever_the_filte
     batch, metrics = world.collect()
     assert prompts_of(batch) == [0, 3, 5]
     assert metrics["thrift/guard"] == batch.meta_info["solved_share"] == pytest.approx(6 / 12)
+    reasons = {1: ["length"], 2: ["length"] * 2}
+    cut = World(scores, THRIFT, "algorithm.overlong_filter=true", searches=searches, reasons=reasons)
+    batch, metrics = cut.collect()
+    assert metrics["thrift/guard"] == 5 / 8 and prompts_of(batch) == [0, 3]
     plain = World(scores, searches=searches).collect()
     assert "thrift/guard" not in plain[1] and "solved_share" not in plain[0].meta_info
 
