@@ -19,9 +19,8 @@ from search_r1.search.client import FoundDocument, SearchClient
 from verl.evaluation.similarity import plain_title
 
 Documents = list[FoundDocument]
-SPARE = (
-    3  # times topk documents of the other question, so that topk are left where both searches find the same
-)
+# The other question is asked for so many times topk documents, as both searches may find the same ones.
+SPARE = 3
 
 
 @dataclass(frozen=True)
