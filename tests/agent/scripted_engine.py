@@ -47,6 +47,7 @@ class _Session:
     to_write: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
+    version_first: int | None = None  # of the weights that wrote the first token of `written`
     state: str = "queued"  # queued | running | waiting
 
 
@@ -114,7 +115,7 @@ class ScriptedEngine:
     def partial(self, session_id: int) -> Partial:
         session = self.sessions[session_id]
         written = list(session.written) if session.state == "running" else []
-        return Partial(written, _log_probs(len(written)), self.version if written else None)
+        return Partial(written, _log_probs(len(written)), session.version_first if written else None)
 
     def load_weights(self, weights: object, version: int) -> None:
         self.version = version
@@ -143,6 +144,8 @@ class ScriptedEngine:
 
     def _write(self, session_id: int, session: _Session) -> Completion | None:
         token, params = session.to_write.pop(0), session.params
+        if not session.written:
+            session.version_first = self.version
         session.written.append(token)
         self.num_generated += 1
         session.context.append(token)
@@ -156,9 +159,10 @@ class ScriptedEngine:
         else:
             return None
         session.state = "waiting"
-        log_probs, version = _log_probs(len(session.written)), self.version
+        log_probs = _log_probs(len(session.written))
+        versions = (session.version_first, self.version)
         return Completion(
-            session_id, list(session.written), log_probs, log_probs, reason, stop_string, version, version
+            session_id, list(session.written), log_probs, log_probs, reason, stop_string, *versions
         )
 
 

@@ -16,12 +16,14 @@ from verl.utils.packing import pack_rows
 from verl.workers.rollout.native.native_engine import NativeEngine
 
 CONFIG = AgentConfig(9, max_start_length=12, max_prompt_length=90, max_response_length=5, max_obs_length=20)
+MAX_MODEL_LEN = 60
 
 
 class Rewriting(BaseTextEnv):
     """Four turns; after the second it forgets all, and the third begins with a summary."""
 
-    runs, counts_turns = "inline", True
+    runs = "inline"
+    counts_turns = reads_usage = True
 
     def step(self, action: str):
         self.turns += 1
@@ -32,7 +34,7 @@ class Rewriting(BaseTextEnv):
             "observations": said,
             "reward": 1.0,
             "done": self.turns == 4,
-            "metadata": {},
+            "metadata": {"usage": self.usage},
             "is_new_context": is_new,
         }
 
@@ -44,7 +46,7 @@ def generated():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer)}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, initializer_range=0.4)).eval()
-    engine = NativeEngine(model.config, 4, max_model_len=60)
+    engine = NativeEngine(model.config, 4, max_model_len=MAX_MODEL_LEN)
     engine.load_weights(model.state_dict().items(), version=3)
     batch = prompts(tokenizer, ["one\n", "two\n", "three\n"])
     episode = {"env_class": f"{__name__}:Rewriting", "prompt": [], "extras": {}}
@@ -80,6 +82,18 @@ def test_each_token_is_sampled_from_its_own_context(generated):
                 scores = model(ids[None]).logits[0].log_softmax(-1)
             wanted = scores[:-1].gather(1, ids[1:, None]).squeeze(1)[sampled[context][1:]]
             assert len(wanted) and torch.allclose(found[context][sampled[context]], wanted, atol=1e-4)
+
+
+def test_what_a_turn_has_read_is_its_own_context_and_what_is_left_counts_all(generated):
+    _, rows = generated
+    for row in range(3):
+        record = rows.non_tensor_batch["trajectory"][row]
+        width = rows.tensors["prompts"].shape[1]
+        begins = [context.start - width for context in contexts_of(rows, row)]
+        for number, turn in enumerate(record["turns"]):
+            read, written, _ = turn["metadata"]["usage"]
+            assert (read, written) == (turn["start"] - begins[number // 2], turn["end"] - turn["start"])
+        assert record["room"] == MAX_MODEL_LEN - int(rows.tensors["attention_mask"][row].sum())
 
 
 @pytest.mark.parametrize("padded", [False, True])

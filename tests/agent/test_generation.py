@@ -330,6 +330,23 @@ def test_the_policy_versions_of_a_trajectory_are_noted():
     assert (trajectory["version_first"], trajectory["version_last"]) == (4, 5)
 
 
+def test_a_turn_has_the_version_of_its_first_token_also_where_weights_change_within_turns():
+    class Updating(ScriptedEngine):
+        def step(self):
+            ended = super().step()
+            self.version += 1
+            return ended
+
+    said = ["<search>x</search>", "<answer>y</answer>"]
+    engine = Updating(TOKENIZER, turns(*said))
+    engine.version = 4
+    manager = LLMGenerationManager(TOKENIZER, engine, MemorySearch(), CONFIG)
+    trajectory = record(manager.run_llm_loop(prompts(TOKENIZER, ["Q"])))
+    first, second = map(len, map(encode, said))
+    assert [turn["version_first"] for turn in trajectory["turns"]] == [4, 4 + first]
+    assert (trajectory["version_first"], trajectory["version_last"]) == (4, 4 + first + second - 1)
+
+
 def test_events_tell_the_story_in_order_and_the_text_without_gaps():
     events: list[LoopEvent] = []
     said = ["été <search>x</search>", "words", "<answer>ü</answer>"]

@@ -205,6 +205,16 @@ def test_kept_trajectories_go_on_where_they_were():
     assert "q0 " not in {prompt for what, _, prompt in batch.engine.calls if what == "open"}
 
 
+def test_a_kept_turn_may_sample_what_is_left_of_its_limit_and_is_kept_once():
+    first = Batch(ROWS).run(keep_partial=True)
+    begun = first.non_tensor_batch["trajectory"][1]["num_begun"]
+    batch = Batch(ROWS)
+    second = batch.run([state(first, 0), state(first, 1), None, None], keep_partial=True)
+    limits = [params.max_tokens for params in batch.engine.params]
+    assert sorted(limits) == [CONFIG.max_response_length - begun] + [CONFIG.max_response_length] * 2
+    assert reasons(second) == ["answer", "cut", "answer", "answer"]
+
+
 def test_a_trajectory_kept_at_its_search_asks_again_and_goes_on():
     asks = story("<search>never</search>", QUICK)
     rows = [("a", story(QUICK)), ("a", asks), *ROWS[2:]]

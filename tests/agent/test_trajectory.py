@@ -127,3 +127,13 @@ def test_a_turn_that_is_kept_twice_keeps_the_version_that_began_it():
     other.keep(Partial([7], [-0.3], 6), version=7)
     assert (other.version_begun, other.version_first, other.version_last) == (3, 3, 7)
     assert other.num_begun == 3
+
+
+def test_a_turn_reads_what_the_last_of_several_contexts_holds():
+    made = example()
+    made.begin_context([3, 4])
+    made.turns.append(Turn("step", "c", *made.add_sampled([6], [-0.1])))
+    made.begin_context([8])
+    assert made.contexts == [4, 7] and made.context == [8]
+    made.turns.append(Turn("step", "d", *made.add_sampled([1], [-0.1])))
+    assert made.context == [8, 1] and made.num_tokens == 2 + 9

@@ -144,6 +144,24 @@ def test_rewritten_history_starts_a_segment_and_a_turn_given_up_leaves_no_trace(
     assert [len(segment["turns"]) for segment in server.segments(session)] == [2, 1]
 
 
+def test_a_session_that_is_opened_anew_in_the_engine_samples_what_it_would_have_sampled(server):
+    """Its draws go on behind the tokens that it has sampled; those that it has read take no number."""
+    replies = []
+    for is_interrupted in (False, True):
+        _, path = server.open()
+        history = [QUESTION]
+        for number in range(3):
+            if is_interrupted and number == 2:
+                with pytest.raises(httpx.ReadTimeout):
+                    body = {"messages": history, "seed": 6, "temperature": 2, "ignore_eos": True}
+                    httpx.post(server.url + path, json=body, timeout=0.05)
+                wait_until(lambda: server.thread.num_turns == 0)
+            reply = chat(server, *history[1:], path=path, seed=6, temperature=2)["choices"][0]
+            history += [reply["message"], {"role": "user", "content": f"and then, {number}?"}]
+        replies.append(reply["token_ids"])
+    assert replies[0] == replies[1] and len(replies[0]) > 3
+
+
 def test_a_finished_session_has_its_reward_and_takes_nothing_more(server):
     session = server.post("/sessions", uid="group 7").json()["session_id"]
     path = f"/sessions/{session}"

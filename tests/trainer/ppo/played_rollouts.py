@@ -12,12 +12,16 @@ from verl.workers.rollout_worker import MEMBER
 
 
 class Prompts:
-    """Draws prompt 0, 1, 2, .. as the collector does."""
+    """Draws prompt 0, 1, 2, .. as the collector does. trained: prompts of finished steps, where the test says
+    which; then those that must not be drawn again have to be all others.
+    """
 
-    def __init__(self, rows: int) -> None:
-        self.rows, self.drawn = rows, 0
+    def __init__(self, rows: int, trained: list[int] | None = None) -> None:
+        self.rows, self.drawn, self.trained = rows, 0, trained
 
     def drawn_ahead(self, number: int, count: int, asked: Any) -> list[DataProto]:
+        if self.trained is not None:
+            assert set(asked) == set(range(self.drawn)) - set(self.trained)
         indices, self.drawn = range(self.drawn, self.drawn + count), self.drawn + count
         return [self._rows(number + i, 0, index) for i, index in enumerate(indices)]
 

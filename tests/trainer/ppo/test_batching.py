@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick_config import config_with
 from selection_batches import batch_of
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import arrange_for_workers, balanced_parts, num_mini_batches
+from verl.trainer.ppo.batching import arrange_for_workers, attention_length, balanced_parts, num_mini_batches
 from verl.trainer.ppo.collection import prompt_batch, sampling_seeds
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -129,6 +130,22 @@ def test_rule_5_shuffled_mini_batches_are_the_same_sets_for_any_number_of_ranks(
             if mask.any()
         ]
         assert sorted(members) == sorted(order[place] for place in places)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_tokens_of_each_rank_are_those_of_its_rows(world_size):
+    batch = make_batch([3, 9, 27, 81, 5, 25, 125, 2, 4, 8])
+    arranged, tokens = arrange_for_workers(batch, world_size, 3)
+    ranks = arranged.chunk(world_size)
+    assert tokens == [int(rank.batch["attention_mask"].sum()) for rank in ranks]
+
+
+def test_attention_costs_as_much_as_the_layers_matrices_at_the_length_that_is_told():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 24}
+    config = Qwen3Config(**sizes, num_attention_heads=6, num_key_value_heads=2, vocab_size=10)
+    (layer,) = Qwen3ForCausalLM(config).model.layers
+    num_weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
+    assert attention_length(config) == num_weights / (6 * 24)
 
 
 def rows(*specifications):

@@ -25,7 +25,8 @@ def play(seed: int, config: Config, folder: Path, monkeypatch: pytest.MonkeyPatc
     block.max_staleness, block.repeatable = k, repeatable
     block.group_deadline, block.too_old = 20.0, "mask" if masks else "drop"
     config.data.train_batch_size, config.actor_rollout_ref.rollout.n_agent = per_step, rows
-    prompts, trained = Prompts(rows), list[int]()
+    trained = list[int]()
+    prompts = Prompts(rows, trained)
     lost = 0.0 if repeatable else rng.choice([0.0, 0.05])
 
     def new() -> tuple[RolloutStream, Played]:

@@ -66,3 +66,10 @@ def test_prompts_that_were_asked_come_again_only_where_all_others_were_asked():
     drawn = pools.take(25)
     assert [sorted(drawn[start : start + 10]) for start in (0, 10)] == [list(range(10))] * 2
     assert len(set(drawn[20:])) == 5
+
+
+def test_the_prompts_of_a_step_are_mixed_over_the_pools():
+    pools = measured(dict.fromkeys(range(8), 1.0) | dict.fromkeys(range(8, 16), 0.0))
+    of_steps = [pools.pools()[pools.take(8)].tolist() for _ in range(4)]
+    assert all(sorted(drawn) == [0, 0, 1, 1, 1, 1, 2, 2] for drawn in of_steps)
+    assert [drawn for drawn in of_steps if drawn == sorted(drawn)] == []

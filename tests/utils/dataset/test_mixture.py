@@ -235,3 +235,18 @@ def test_an_exhausted_source_s_draws_do_not_count_in_the_shares_of_the_others(fi
         sampler.take(8)
         (a, _, c) = sampler.drawn
         assert abs(a - 0.75 * (a + c)) <= 1
+
+
+def test_what_a_prompt_scored_is_told_to_its_source_by_its_place_there(files):
+    rows, sampler = mixture_of(*files, settings=["algorithm.filter_groups.retire_solved=0.9"])
+    sampler.record([5, 90 + 7, 120 + 11], [1.0, 1.0, 1.0])
+    assert [own.retired for own in sampler.samplers.values()] == [{5}, {7}, {11}]
+
+
+def test_shares_of_pools_are_means_over_sources_and_counts_are_sums(files):
+    settings = [POOLS, "algorithm.filter_groups.retire_solved=0.9"]
+    _, sampler = mixture_of(files[0], files[1], settings=settings)
+    sampler.record(range(90), [1.0] * 90)
+    metrics = sampler.metrics()
+    assert metrics["pools/measured"] == metrics["pools/easy"] == 0.5
+    assert metrics["filter/retired"] == 90

@@ -236,3 +236,18 @@ def test_a_refill_that_crosses_an_epoch_asks_no_prompt_twice_in_a_step(tmp_path,
     assert len(sampler.take(24, asked)) == 24  # more than there are besides
     for one in (sampler, resumed):
         one.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_many_rows_are_the_same_ones_in_every_epoch_and_skipped_ones_are_counted_in_all(tmp_path, kind):
+    settings = ["data.truncation=skip", "data.max_prompt_length=45", "data.max_start_length=40"]
+    rows, sampler = make(write(tmp_path, kind, 400), "data.train_data_num=130", *settings)
+    first = numbers(rows, sampler, 1)
+    while sampler.cursor.epoch == 0:
+        first += numbers(rows, sampler, 1)
+    num_skipped = sampler.cursor.skipped
+    second = [first.pop(), *numbers(rows, sampler, len(first) - 1)]  # the last one was of the next epoch
+    assert second == first and len(first) + num_skipped == 130
+    numbers(rows, sampler, 1)
+    assert sampler.metrics()["data/skipped"] == 2 * num_skipped > 0
+    sampler.close()

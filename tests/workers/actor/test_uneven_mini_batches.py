@@ -101,3 +101,25 @@ def test_no_optimizer_step_is_made_of_a_row_that_is_left_over(world_size):
         mask = of_mini_batch(ranks, number).tensors["response_mask"]
         sizes.append(int(mask.any(dim=1).sum()))
     assert sizes == [3, 4, 3]  # of 4, 4 and 3 rows; one of the first sampled nothing
+
+
+def test_each_epoch_has_the_mini_batches_in_an_order_of_its_own_and_metrics_are_means(factory):
+    batch = full_batch(NUM_ROWS)
+    batch.meta_info["num_mini_batches"] = COUNT
+
+    def update(num_epochs, shuffle):
+        factory.engine.scheduler.last_epoch = 0
+        actor = factory.actor(ALL_ROWS, ppo_epochs=num_epochs, shuffle=shuffle)
+        return gradients_of(factory.engine, lambda: actor.update_policy(batch))
+
+    metrics, in_order = update(1, shuffle=False)
+    shuffled_metrics, gradients = update(4, shuffle=True)
+    (name, *_) = in_order[0]
+    numbers = []
+    for gradient in gradients:
+        distances = [float((gradient[name] - other[name]).norm()) for other in in_order]
+        numbers.append(distances.index(min(distances)))
+    orders = [tuple(numbers[start : start + COUNT]) for start in range(0, len(numbers), COUNT)]
+    assert len(orders) == 4 and all(sorted(order) == [0, 1, 2] for order in orders)
+    assert len(set(orders)) > 1
+    assert shuffled_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"])
