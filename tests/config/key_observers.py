@@ -428,11 +428,11 @@ def rewind(config: Config) -> Any:
     """How often a run may go back to before a collapse."""
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = SimpleNamespace(
-            init_workers=lambda: None,
             resume_folder=None,
             rewinds_left=0,
             checkpoints=SimpleNamespace(run_dir=Path(folder)),
         )
+        trainer.init_workers = lambda: trainer.when_folder_is_taken()
         restarts.RestartingRun(config, lambda _: trainer).start()
     return trainer.rewinds_left
 

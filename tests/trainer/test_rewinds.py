@@ -38,6 +38,12 @@ class Collapsing(CountingTrainer):
         self.rewinds_left = 0
         self.recorder = RunRecorder(config, total_steps=12)
 
+        self.when_folder_is_taken = lambda: None
+
+    def init_workers(self) -> None:
+        super().init_workers()
+        self.when_folder_is_taken()
+
     def at_collapse(self, step: int) -> None:
         onset, seen = self.collapses.get(self.num_rewinds, (0, 0))
         if step == seen and (self.rewinds_left or self.config.trainer.on_collapse == "stop"):
@@ -183,6 +189,36 @@ def test_a_smaller_bound_of_ones_own_is_kept():
     apply_remedies(config, [Rewind(1, 9, 6, 7, "lost")])
     actor = config.actor_rollout_ref.actor
     assert (actor.max_step_kl, actor.optim.lr, config.critic.optim.lr) == (0.002, 4e-4, 5e-4)
+
+
+def test_a_run_from_another_runs_checkpoint_goes_back_to_it_or_stops_if_that_is_too_late(tmp_path):
+    other = CheckpointStore(tmp_path / "other", None)
+    RunState(step=5).save(other.begin(5))
+    other.commit(5)
+    start = {"resume_mode": "from_path", "resume_from_path": str(other.folder(5))}
+    run, trainers = run_of(tmp_path / "run", {0: (6, 8)}, **start)
+    run.start()
+    run.fit()
+    run.shutdown()
+    assert [trainer.done[0] for trainer in trainers] == [6, 6] and trainers[1].done[-1] == 12
+    late, trainers = run_of(tmp_path / "late", {0: (4, 8)}, **start)
+    late.start()
+    with pytest.raises(RunStopped, match="of step 5, is not from before step 4"):
+        late.fit()
+    late.shutdown()
+    assert len(trainers) == 1 and not (tmp_path / "late/restarts.jsonl").exists()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_a_run_that_may_go_back_keeps_a_checkpoint_that_is_twenty_steps_old(tmp_path, every):
+    store = CheckpointStore(tmp_path, 2, keep_behind=20)
+    for step in range(every, 90, every):
+        RunState(step=step).save(store.begin(step))
+        store.commit(step)
+        kept = store.steps()
+        assert len(kept) <= 7
+        if step >= 20 + every:
+            assert any(step - 35 <= old <= step - 20 for old in kept), (step, kept)
 
 
 def test_the_checkpoint_of_the_onsets_own_step_is_not_from_before_it(tmp_path):

@@ -305,7 +305,7 @@ class Trainer(RunSettings):
     max_restarts: Whole = key(0, "ray, folder: how often the run goes on from a checkpoint after a death")
     on_collapse: str = key(
         "warn",
-        "a policy that loses what it could: warn, stop, or rewind: to before it, then at half the rate",
+        "when the policy collapses: warn, stop, or rewind to a checkpoint from before, at half the rate",
         "warn stop rewind",
     )
     max_rewinds: Whole = key(2, "on_collapse=rewind: how often at most; later collapses are warned of")

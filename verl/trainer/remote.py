@@ -31,6 +31,7 @@ from verl.utils.durable import sync_tree
 MANIFEST, OWNER = "COMPLETE.json", "OWNER"
 RECORDS: tuple[str, ...] = (
     "trajectories",
+    "branches",
     "validation.jsonl",
     "evaluations.jsonl",
     "restarts.jsonl",

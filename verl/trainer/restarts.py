@@ -23,12 +23,15 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import Config
 from verl.single_controller.base import WorkerDiedError
 from verl.trainer.ppo.run_state import RunState, RunStopped, step_of
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
+from verl.trainer.remote import RemoteFailed
 from verl.trainer.rewinds import (
     RESTARTS_FILE,
     CollapseSeen,
@@ -105,15 +108,15 @@ class RestartingRun:
         try:
             self.trainer = self._build(config)
             self.trainer.num_restarts = self.num_restarts
-            self._apply_rewinds(config, self.trainer)
-            if self.num_restarts:
+            self.trainer.when_folder_is_taken = partial(self._apply_rewinds, config, self.trainer)
+            if goes_on:
                 for pool in self.trainer.resource_pool_manager.resource_pool_dict.values():
                     pool.timeout_seconds = config.trainer.restart_timeout
             self.trainer.init_workers()
         except WorkerDiedError as error:
             self._after(error)
         except ValueError as error:
-            if not self.num_restarts:
+            if not goes_on:
                 raise
             # what was right at the start: the cluster or a disk is another one now
             raise RunStopped(f"the run could not be started again: {error} {self._by_hand()}") from error
@@ -153,30 +156,59 @@ class RestartingRun:
             trainer.rewinds_left = max(0, config.trainer.max_rewinds - len(rewinds))
 
     def _rewind(self, collapse: CollapseSeen) -> None:
-        """Put the run back to its newest checkpoint from before the collapse, and end the trainer."""
+        """Put the run back to its newest checkpoint from before the collapse, and end the trainer.
+
+        RunStopped: there is none, and the run did not begin at step 0.
+        """
         trainer = self.trainer
         assert trainer is not None
         checkpoints = trainer.checkpoints
-        started_elsewhere = self.config.trainer.resume_mode == "from_path" and not self.has_rewound
-        start = step_of(trainer.resume_folder) if started_elsewhere else 0
         onset = collapse.finding.onset
-        from_step = step_before(checkpoints, onset, start)
-        rewind = Rewind(trainer.num_rewinds + 1, collapse.step, from_step, onset, collapse.finding.line)
-        remedy = rewind.remedy(self.config)
-        trainer.recorder.keep_branch(rewind.number, from_step)
-        checkpoints.set_aside_after(from_step)
+        try:
+            from_step = step_before(checkpoints, onset, 0)
+            if from_step == 0:
+                from_step = self._start_before(collapse)
+            rewind = Rewind(trainer.num_rewinds + 1, collapse.step, from_step, onset, collapse.finding.line)
+            remedy = rewind.remedy(self.config)
+            trainer.recorder.keep_branch(rewind.number, from_step)
+            checkpoints.end_uploads()  # an upload under way would come after what is set aside
+            checkpoints.set_aside_after(from_step)
+        except RemoteFailed as error:
+            raise RunStopped(f"the run can't go back from a collapse: {error}") from error
         note_rewind(checkpoints.run_dir, rewind, remedy)
+        self._has_own = from_step in checkpoints.steps_anywhere()
         self.shutdown()
         self.has_rewound = True
-        self._has_own = self._has_own or from_step in checkpoints.steps()
         self._last = from_step
-        place = f"the checkpoint of step {from_step}" if from_step else "its start"
+        origin = f"the checkpoint of step {from_step}" if from_step else "its start"
         values = ", ".join(f"{key}={value:.3g}" for key, value in remedy.items() if value > 0)
         print(
             f"rewind {rewind.number} of {self.config.trainer.max_rewinds} (trainer.max_rewinds): {collapse} "
-            f"The run goes on from {place} with {values}. The steps that it leaves are in "
+            f"The run goes on from {origin} with {values}. The steps that it leaves are in "
             f"{checkpoints.run_dir / BRANCHES / str(rewind.number)}",
             flush=True,
+        )
+
+    def _start_before(self, collapse: CollapseSeen) -> int:
+        """Return the step that the run began with, where no checkpoint of its own is from before a collapse.
+        RunStopped: it began with another run's checkpoint that is not from before it either, or is not known.
+        """
+        trainer = self.trainer
+        assert trainer is not None
+        settings = self.config.trainer
+        onset = collapse.finding.onset
+        if settings.resume_mode == "from_path":
+            origin = step_of(Path(str(settings.resume_from_path)))
+            if origin < onset:
+                return origin
+            reason = f"the checkpoint that it began with, of step {origin}, is not from before step {onset}"
+        elif trainer.recorder.first_step() <= 1:
+            return 0
+        else:
+            reason = f"no checkpoint from before step {onset} is left, and the run did not begin at step 0"
+        raise RunStopped(
+            f"{collapse} The run can't go back: {reason}. Begin with an earlier checkpoint "
+            "(trainer.resume_mode=from_path), or set trainer.on_collapse=warn."
         )
 
     def _after(self, error: Exception) -> None:

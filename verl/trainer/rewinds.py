@@ -1,4 +1,4 @@
-"""A run that has collapsed goes back to where it had not (`trainer.on_collapse: rewind`).
+"""Going back from a collapse to a checkpoint from before it (`trainer.on_collapse: rewind`).
 
     step N: the monitor sees a collapse that began at step M (verl/trainer/ppo/health.py)
       -> the steps after C are kept in <run folder>/branches/K/     C: the newest checkpoint before step M,
@@ -102,7 +102,7 @@ def step_before(checkpoints: CheckpointStore, onset: int, start: int) -> int:
 
     start: the step that the run began with: 0, or that of the checkpoint of another run.
     """
-    return max((step for step in checkpoints.steps() if step < onset), default=start)
+    return max((step for step in checkpoints.steps_anywhere() if step < onset), default=start)
 
 
 def note_rewind(run_dir: Path, rewind: Rewind, remedy: dict[str, Any]) -> None:

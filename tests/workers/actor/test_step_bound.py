@@ -59,6 +59,24 @@ def test_a_longer_step_goes_as_far_as_the_bound_in_its_own_direction(model_path,
     assert BOUND / 4 < distance <= BOUND * (1 + 1e-3)
 
 
+@pytest.mark.parametrize("spoilt", [math.nan, 30.0])
+def test_a_step_that_can_not_be_brought_within_the_bound_is_undone(model_path, spoilt, monkeypatch):
+    """The optimizer leaves numbers that no shortening mends, or the bound is below all that is tried."""
+    actor = make_actor(make_config(model_path, bound_of(1e-12)))
+    start = weights_of(actor)
+    make_step = actor.engine.optimizer.step
+
+    def step(*arguments):
+        make_step(*arguments)
+        with torch.no_grad():
+            actor.engine.trained_weights()[0].fill_(spoilt)
+
+    monkeypatch.setattr(actor.engine.optimizer, "step", step)
+    metrics = actor.update_policy(make_batch())
+    assert metrics["actor/step_share"] == 0.0
+    assert all(torch.equal(weight, start[name]) for name, weight in weights_of(actor).items())
+
+
 def test_each_optimizer_step_has_the_bound_for_itself(model_path):
     overrides = bound_of(BOUND), "actor_rollout_ref.actor.ppo_epochs=3"
     actor, metrics, _ = trained(model_path, *overrides, num_rows=16)

@@ -362,6 +362,7 @@ class TrajectoryCollector:
         ]
         if reasons:
             metrics["train/answered"] = reasons.count("answer") / len(reasons)
+            metrics["train/answered_of"] = float(len(reasons))
         return metrics
 
     # ------------------------------------------------------------------------------------------ checkpoints

@@ -204,7 +204,9 @@ class HealthMonitor:
     def _look_for_collapses(self, step: int, metrics: Mapping[str, float]) -> None:
         """Bring levels, drifts and open collapses to the end of this step."""
         kinds = {kind: figures for kind, figures in by_kind(metrics).items() if _is_whole(figures)}
-        self._look_at_actions(step, metrics, sum(figures["count"] for figures in kinds.values()))
+        of_kinds = sum(figures["count"] for figures in kinds.values())
+        num_rows = metrics.get("train/answered_of", of_kinds or _ROWS_UNKNOWN)
+        self._look_at_actions(step, metrics, float(num_rows))
         self._look_at_entropy(step, metrics)
         kinds = {
             kind: figures
@@ -224,7 +226,6 @@ class HealthMonitor:
         if name is None or not math.isfinite(metrics[name]):
             return
         answered = float(metrics[name])
-        num_rows = num_rows or _ROWS_UNKNOWN
         level = self._levels.setdefault("answered", Level())
         drift = self._drifts.setdefault("answered", Drift())
         best = level.best
@@ -394,7 +395,9 @@ def training_figures(state: Mapping[str, Any], when: str) -> dict[str, dict[str,
     for kind, sums in state.get("kinds", {}).items():
         rows = sums[when]["count"]
         figures[kind] = {name: sums[when][name] / rows for name in ("em", "score", "searches")}
-        figures[kind] |= {"count": sums[when]["questions"], "judged_by": "em"}
+        matches = any(sums[moment]["em"] > 0 for moment in ("first", "last"))
+        judged_by = "em" if matches else "score"
+        figures[kind] |= {"count": sums[when]["questions"], "judged_by": judged_by}
     return figures
 
 

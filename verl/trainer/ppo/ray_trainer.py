@@ -111,6 +111,7 @@ class RayPPOTrainer(ResumableRun):
         self.num_restarts = 0  # of this run so far (`verl/trainer/restarts.py`)
         self.num_rewinds = 0  # the same
         self.rewinds_left = 0  # that it may still make
+        self.when_folder_is_taken: Callable[[], None] = lambda: None  # called before the workers are made
         self.recorder = RunRecorder(config, total_steps=self.total_steps)
         self.collector = TrajectoryCollector(
             config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
@@ -127,6 +128,7 @@ class RayPPOTrainer(ResumableRun):
         does not fit. EngineUnavailable: the rollout engine's servers don't start, or don't answer.
         """
         self._take_folder()
+        self.when_folder_is_taken()
         config = self.config
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
         for role, worker in self.role_worker_mapping.items():
@@ -381,9 +383,12 @@ class RayPPOTrainer(ResumableRun):
         collapses = self.health.open_collapses
         if not collapses or trainer.val_only or trainer.on_collapse == "warn":
             return
+        is_over = self.state.step >= self.total_steps
         if trainer.on_collapse == "rewind":
             if self.rewinds_left > 0:
                 raise CollapseSeen(self.state.step, collapses[0])
+            return
+        if is_over:  # its last line says so
             return
         earlier = step_before(self.checkpoints, collapses[0].onset, 0)
         path = self.checkpoints.folder(earlier)

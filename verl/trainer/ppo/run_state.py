@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from verl.config.schema import RunSettings
+from verl.config.schema import RunSettings, Trainer
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.remote import RemoteFailed, RemoteStore, Uploads
 from verl.utils.announcing import announced
@@ -41,6 +41,9 @@ State = TypeVar("State", bound="SavedState")
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
+KEEP_BEHIND = (
+    20  # steps: a run that may go back keeps a checkpoint that is so old, as a collapse is seen late
+)
 _SECONDS_AFTER_A_FAILURE = 10.0  # that those who write may take; they may be gone, busy, or wait for another
 
 
@@ -115,20 +118,33 @@ class RunState(SavedState):
 
 
 class CheckpointStore:
-    """A run folder's checkpoints. max_to_keep: how many stay on disk (the newest); None or 0 keeps all.
-    remote: where they are uploaded to, once `uploads` is set; those that are not whole there stay.
+    """A run folder's checkpoints.
+
+    max_to_keep: how many stay on disk (the newest); None or 0 keeps all. remote: where they are uploaded to,
+    once `uploads` is set; those that are not whole there stay. keep_behind: one that is at least so many
+    steps old stays besides; 0: none.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], max_to_keep: int | None, remote: RemoteStore | None = None
+        self,
+        run_dir: str | os.PathLike[str],
+        max_to_keep: int | None,
+        remote: RemoteStore | None = None,
+        keep_behind: int = 0,
     ) -> None:
         self.remote, self.last_size = remote, 0
         self.uploads: Uploads | None = None
         self.waits_for_uploads = False  # at the run's end: it was no failure
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
+        self.keep_behind = keep_behind
         self.last_written: int | None = None  # step of the newest checkpoint that this object has committed
         self._lock: TextIO | None = None
+
+    def steps_anywhere(self) -> list[int]:
+        """Return the steps with a whole checkpoint, here or at the remote place. RemoteFailed."""
+        there = self.remote.steps() if self.remote is not None else []
+        return sorted({*self.steps(), *there})
 
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, oldest first."""
@@ -177,9 +193,23 @@ class CheckpointStore:
         self.last_written, self.last_size = step, self._size([step])
         if self.uploads is not None:
             self.uploads.add(step)
+        kept_to_go_back = self._kept_to_go_back(step)
         for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
+            if old in kept_to_go_back:
+                continue
             if self.remote is None or (self.uploads is not None and old in self.uploads.whole):
                 _delete(self.folder(old))
+
+    def _kept_to_go_back(self, step: int) -> set[int]:
+        """Return the checkpoints that stay at `step` whatever their number: one that is `keep_behind` steps
+        old, and later ones at half that distance, one of which will take its place.
+        """
+        anchors: list[int] = []
+        for old in self.steps() if self.keep_behind else ():
+            if not anchors or old - anchors[-1] >= self.keep_behind // 2:
+                anchors.append(old)
+        oldest = max((anchor for anchor in anchors if anchor <= step - self.keep_behind), default=0)
+        return {anchor for anchor in anchors if anchor >= oldest}
 
     def _size(self, steps: list[int]) -> int:
         """Bytes of the last one's files."""
@@ -310,9 +340,7 @@ class CheckpointStore:
                     "folder that a run of this trainer wrote."
                 )
             return folder
-        steps = (
-            [] if mode == "none" else sorted({*self.steps(), *(self.remote.steps() if self.remote else ())})
-        )
+        steps = [] if mode == "none" else self.steps_anywhere()
         if not steps and mode == "latest":
             raise ValueError(
                 f"trainer.resume_mode=latest, but {self.run_dir} holds no global_step_N folder. Use "
@@ -341,7 +369,8 @@ def store_of(trainer: RunSettings) -> CheckpointStore:
     folder, remote = Path(trainer.default_local_dir).expanduser().absolute(), None
     if trainer.remote_dir is not None:
         remote = RemoteStore(trainer.remote_dir, folder.name)
-    return CheckpointStore(folder, trainer.max_ckpt_to_keep, remote)
+    rewinds = isinstance(trainer, Trainer) and trainer.on_collapse == "rewind"
+    return CheckpointStore(folder, trainer.max_ckpt_to_keep, remote, KEEP_BEHIND if rewinds else 0)
 
 
 class CheckpointWriting:

@@ -23,7 +23,7 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +412,7 @@ class RolloutStream:
             "ready": [(g.number, g.attempt, g.prompts, g.rows, g.due) for g in ready],
             "again": [(g.number, g.attempt, g.prompts, {}, g.due) for g in again],
             "next_number": self.next_number,
+            "lean": asdict(self._lean),
         }
         with (folder / STREAM_FILE).open("wb") as file:
             pickle.dump(state, file)
@@ -424,5 +425,6 @@ class RolloutStream:
             return
         state = pickle.loads(file.read_bytes())
         self.next_number = state["next_number"]
+        self._lean = Lean(**state.get("lean", {}))  # an older version has none
         self.again = [PromptGroup(*each) for each in (*state["running"], *state["again"])]
         self.ready = [PromptGroup(*each) for each in state["ready"]]

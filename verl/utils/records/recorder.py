@@ -8,6 +8,7 @@ run hold what those of an undisturbed one hold.
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import time
@@ -35,7 +36,8 @@ class Recorder:
     """
 
     def __init__(self, config: Config | SFTConfig, total_steps: int) -> None:
-        self.config, self.total_steps = config, total_steps
+        self.config = copy.deepcopy(config)  # the run's own, whatever a rewind changes
+        self.total_steps = total_steps
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")
         self.display = make_display("plain", total_steps, shown=False)
@@ -114,6 +116,10 @@ class RunRecorder(Recorder):
         self.questions.cut_after(kept)
         self.evaluations.cut_after(kept)
         return kept
+
+    def first_step(self) -> int:
+        """Return the first training step that is recorded; 0 if there is none."""
+        return min((row["step"] for row in self.metrics.read() if row["step"] > 0), default=0)
 
     def keep_branch(self, number: int, after_step: int) -> None:
         """Copy what was recorded after a step to `branches/<number>`, before the run goes back there."""

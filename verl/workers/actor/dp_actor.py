@@ -124,7 +124,7 @@ class PolicyObjective:
         if self.first_log_probs is not None and len(micro_batch.cells):
             self.first_log_probs[to_device(micro_batch.rows, log_prob.device)] = log_prob.detach()
         if self.step_bound is not None and len(micro_batch.cells):
-            self.step_bound.note(to_device(micro_batch.rows, log_prob.device), log_prob)
+            self.step_bound.note(micro_batch.rows, log_prob)
         old_log_prob = self._rows_if_there("old_log_probs", micro_batch)
         if self.on_policy:
             old_log_prob = log_prob.detach()

@@ -61,11 +61,14 @@ class StepBound:
         self.options = {"temperature": temperature, "with_entropy": False}
         self.rows = measured_rows(batch["response_mask"], rows, engine.data.size)
         self._before: list[Tensor] = []
-        self._log_probs = torch.zeros(batch["response_mask"].shape, device=engine.device)
+        self._number_of = {row: number for number, row in enumerate(self.rows)}
+        self._log_probs = torch.zeros(len(self.rows), batch["response_mask"].shape[1])
 
     def note(self, rows: Tensor, log_probs: Tensor) -> None:
         """Take the log-probs [len(rows), R] that a pass of the step has computed for rows of the batch."""
-        self._log_probs[rows] = log_probs.detach().float()
+        for place, row in enumerate(rows.tolist()):
+            if row in self._number_of:
+                self._log_probs[self._number_of[row]] = log_probs[place].detach().float().cpu()
 
     @torch.no_grad()
     def keep_weights(self) -> None:
@@ -75,8 +78,8 @@ class StepBound:
     def shorten(self) -> dict[str, float]:
         """Bring the weights within the bound, after the optimizer's step.
 
-        Return the metrics: the distance of the optimizer's own step (`actor/step_kl`), and the share of that
-        step that was made (`actor/step_share`).
+        A step that no shortening brings within the bound is undone. Return the metrics: the distance of the
+        optimizer's own step (`actor/step_kl`), and the share of that step that was made (`actor/step_share`).
         """
         first = distance = self._distance()
         share = 1.0
@@ -87,6 +90,9 @@ class StepBound:
             self._move_back(factor)
             share *= factor
             distance = self._distance()
+        if not distance <= self.max_kl:  # also where it is not a number
+            self._undo()
+            share = 0.0
         self._before = []
         return {"actor/step_kl": first, "actor/step_share": share}
 
@@ -94,7 +100,7 @@ class StepBound:
         """Return the distance to the policy before the step, the same number on every rank."""
         mask = self.batch["response_mask"][self.rows].bool()
         new = infer_rows(self.batch, self.rows, self.engine, self.limits, self.options)[0][self.rows]
-        change = (new - self._log_probs[self.rows].cpu())[mask].double()
+        change = (new - self._log_probs)[mask].double()
         total, count = self.engine.reduce([float(change.square().sum()) / 2, float(len(change))], "sum")
         return total / max(count, 1.0)
 
@@ -105,11 +111,18 @@ class StepBound:
             weight.copy_(before + factor * (weight - before))
         self.engine.publish_trained_weights()
 
+    @torch.no_grad()
+    def _undo(self) -> None:
+        """Take the weights from before the step again."""
+        for weight, before in zip(self.engine.trained_weights(), self._before, strict=True):
+            weight.copy_(before)
+        self.engine.publish_trained_weights()
+
 
 def measured_rows(response_mask: Tensor, rows: Sequence[int], num_replicas: int) -> list[int]:
     """Return the rows of a mini-batch that the distance is measured on: evenly spaced, with sampled tokens.
 
-    Rows without a gradient are among them: what a step does to them is what nobody else looks at.
+    Rows without a gradient are among them: the loss does not see what a step does to them.
     """
     sampled = [row for row in rows if bool(response_mask[row].any())]
     count = max(-(-len(sampled) // MEASURED_SHARE), -(-FEWEST_ROWS // num_replicas))

@@ -174,7 +174,7 @@ class StepLimit(Protocol):
     """A limit on one optimizer step; `StepBound` of the actor is one."""
 
     def keep_weights(self) -> None:
-        """Be told that the optimizer step comes now."""
+        """Remember the weights; the optimizer step comes next."""
 
     def shorten(self) -> dict[str, float]:
         """Shorten the step that was made, where it is too long; return metrics."""
@@ -236,7 +236,7 @@ class UpdateLoop:
                     continue
                 is_finite = math.isfinite(metrics.pop("loss"))
                 bound = objective.step_bound
-                if bound is not None:
+                if bound is not None and is_finite:
                     bound.keep_weights()
                 metrics[f"{self.name}/grad_norm"], applied = engine.step(discard=not is_finite)
                 if applied and bound is not None:
