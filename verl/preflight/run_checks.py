@@ -88,9 +88,9 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
         parts = mini_batches(rows, num_mini_batches(config, rows, at(config, block)))
         largest = len(parts[0])
         smallest = len(parts[-1])
+        sizes = str(largest) if largest == smallest else f"{largest} or {smallest}"
         if mini < rows and rows % mini:
             divisor = next(size for size in range(mini, 0, -1) if rows % size == 0)
-            sizes = str(largest) if largest == smallest else f"{largest} or {smallest}"
             yield warning(
                 f"a step has {rows} trajectories, no multiple of {key}={size}"
                 + (f" (times rollout.n: {mini})" if n > 1 else ""),
@@ -100,8 +100,8 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
         if largest % replicas or smallest % replicas:
             num_copies = max(-largest % replicas, -smallest % replicas)
             yield warning(
-                f"{key} gives updates of {largest} trajectories for {replicas} replicas of the model",
-                f"each is filled up with {num_copies} copies that teach nothing",
+                f"{key} gives updates of {sizes} trajectories for {replicas} replicas of the model",
+                f"such updates are filled up with {num_copies} or fewer copies that teach nothing",
                 f"set {key} to a multiple of {replicas}",
             )
 

@@ -239,9 +239,14 @@ class TrajectoryCollector:
     def selected(
         self, seconds: float | None, version: int | None = None
     ) -> tuple[DataProto, dict[str, float]]:
-        """The rows that the step learns from, and metrics of all that it generated. seconds: that took; None:
-        it was made ahead. version: that is trained (None: the newest that sampled). RunStopped: nothing is.
-        With thrift the batch's meta_info has the `solved_share` of all that the step generated.
+        """Return the rows that the step learns from, and metrics of all that it generated.
+
+        With thrift the batch's meta_info has the `solved_share` of all that the step generated. RunStopped:
+        no row is trainable.
+
+        Args:
+            seconds: generation time; None if the rows were sampled ahead.
+            version: of the policy that is trained; None for the newest one that sampled.
         """
         batch, chosen = self._batch, self._chosen
         metrics = self._metrics(seconds)

@@ -347,16 +347,16 @@ class HealthMonitor:
 
     def _note_figures(self, kind: str, figures: Mapping[str, float]) -> None:
         """Add a step to what `training_figures` returns."""
-        kept = self._kinds.setdefault(kind, {"first": {"steps": 0.0}, "last": {}})
+        sums = self._kinds.setdefault(kind, {"first": {"steps": 0.0}, "last": {}})
         weighted = {name: figures[name] * figures["count"] for name in ("em", "score", "searches")}
         weighted |= {"count": figures["count"], "questions": figures["questions"]}
-        first = kept["first"]
+        first = sums["first"]
         if first["steps"] < EARLY_STEPS:
             first["steps"] += 1
             for name, value in weighted.items():
                 first[name] = first.get(name, 0.0) + value
         for name, value in weighted.items():
-            kept["last"][name] = 0.8 * kept["last"].get(name, 0.0) + value
+            sums["last"][name] = 0.8 * sums["last"].get(name, 0.0) + value
 
     # ----------------------------------------------------------------------- checkpoints
 

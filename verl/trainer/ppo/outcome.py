@@ -65,15 +65,15 @@ def _not_learnt(
     judged = {kind: figures for kind, figures in last.items() if figures["count"] >= FEWEST_QUESTIONS}
     best = max((_value(figures, matches) for figures in judged.values()), default=0.0)
     onsets = {collapse["name"].partition(":")[2]: collapse["onset"] for collapse in collapses}
-    found = []
+    lines = []
     for kind, figures in judged.items():
         earlier = first.get(kind)
         reason = _reason(kind, _value(figures, matches), figures, earlier, matches, best, onsets.get(kind))
         if reason is not None:
             value = _value(figures, matches)
             line = {"kind": kind_words(kind, last), "em": value, "searches": figures["searches"]}
-            found.append(line | {"reason": reason})
-    return sorted(found, key=lambda line: line["em"])
+            lines.append(line | {"reason": reason})
+    return sorted(lines, key=lambda line: line["em"])
 
 
 def _reason(
