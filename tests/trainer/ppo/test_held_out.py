@@ -87,8 +87,10 @@ def test_a_set_without_files_asks_the_validation_s_questions_and_its_name_says_t
     assert [len(rows) for _, rows in few] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("setting", ["do_search=false", "environment.env_class=single_turn"])
-def test_a_control_of_a_validation_that_searches_nothing_is_left_out_and_said(world, setting, capsys):
+@pytest.mark.parametrize(
+    "setting", ["do_search=false", "environment.env_class=single_turn", "data.val_data_num=1"]
+)
+def test_a_control_that_the_validation_has_no_rows_for_is_left_out_and_said(world, setting, capsys):
     sets, _ = sets_of(world, "trainer.evals=[{retriever: shuffled}, {n: 6}]", setting)
     assert [held_out.name for held_out, _ in sets] == ["val"]
     assert "note: trainer.evals: val/shuffled is left out" in capsys.readouterr().out

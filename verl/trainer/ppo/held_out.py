@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from verl.config import Config
-from verl.config.mixture import OWN, HeldOut, evals_of
+from verl.config.mixture import OWN, SHUFFLED, HeldOut, evals_of
 from verl.environments.registry import SEARCH
-from verl.evaluation.controls import with_retriever
+from verl.evaluation.controls import question_of, with_retriever
 from verl.evaluation.figures import LOST, rollout_seed, summarize
 from verl.protocol import DataProto
 from verl.trainer.ppo.collection import prompt_batch
@@ -49,6 +49,12 @@ def read_sets(
                 source = [row for row in validation.rows if validation.env_class_of(row) == SEARCH]
                 if not source or not config.do_search:
                     print(f"note: trainer.evals: {held_out.name} is left out: no question is searched for")
+                    continue
+                if (
+                    held_out.retriever == SHUFFLED
+                    and len({question_of(validation, row) for row in source}) < 2
+                ):
+                    print(f"note: trainer.evals: {held_out.name} is left out: there is no other question")
                     continue
             if num_rows is not None and num_rows >= len(source):
                 num_rows = None
