@@ -170,11 +170,11 @@ class SearchEnvironment(BaseTextEnv):
                 futures[place] = Future()
                 futures[place].set_result([])
         if plain:
-            found = envs[0].client.submit(list(plain.values()), envs[0].topk)
-            futures.update(zip(plain, found, strict=True))
+            results = envs[0].client.submit(list(plain.values()), envs[0].topk)
+            futures.update(zip(plain, results, strict=True))
         if shuffled:
-            found = submit_shuffled(envs[0].client, list(shuffled.values()), envs[0].topk)
-            futures.update(zip(shuffled, found, strict=True))
+            results = submit_shuffled(envs[0].client, list(shuffled.values()), envs[0].topk)
+            futures.update(zip(shuffled, results, strict=True))
         return futures
 
 

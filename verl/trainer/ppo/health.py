@@ -402,7 +402,7 @@ def training_figures(state: Mapping[str, Any], when: str) -> dict[str, dict[str,
 
 
 def _is_whole(figures: Mapping[str, float]) -> bool:
-    """Whether a kind's figures of a step are all there and finite."""
+    """Return whether a kind's figures of a step are all there and finite."""
     names = ("em", "score", "searches", "count", "questions")
     return all(math.isfinite(figures.get(name, math.nan)) for name in names) and figures["questions"] > 0
 

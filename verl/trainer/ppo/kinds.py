@@ -52,7 +52,7 @@ def kind_words(kind: str, kinds: Collection[str]) -> str:
 
 
 def needs_more_than_one_search(kind: str) -> bool:
-    """Whether the name of a kind says that its questions need several searches."""
+    """Return whether the name of a kind says that its questions need several searches."""
     match = _HOPS.fullmatch(kind)
     return match is not None and match["hops"] != "1"
 

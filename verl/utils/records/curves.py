@@ -19,7 +19,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's colours: told apart by everybody
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"
-PURPLE, SKY = "#cc79a7", "#56b4e9"
+PURPLE = "#cc79a7"
+SKY = "#56b4e9"
 HOP_COLOURS = (BLUE, ORANGE, GREEN, RED)
 LINES = {  # of training: panel -> metric -> colour, label
     "Right answers and reward": {

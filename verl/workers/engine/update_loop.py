@@ -166,7 +166,7 @@ class Objective(Protocol):
 
     @property
     def step_bound(self) -> StepLimit | None:
-        """What limits the optimizer step, None for an objective without such a limit."""
+        """Return what limits the optimizer step, None for an objective without such a limit."""
         ...
 
 
