@@ -303,7 +303,8 @@ def evaluate(
         rest.callback(verifiers.close)
         score = load_reward_function(config.custom_reward_function)
         reward_fn = RewardManager(agent.tokenizer, 0, score, verifiers, stops=False)
-        benchmarks, datasets = list[Benchmark](), list[RLHFDataset]()
+        benchmarks: list[Benchmark] = []
+        datasets: list[RLHFDataset] = []
         for path in options.benchmarks:
             dataset = RLHFDataset(str(path), agent.tokenizer, data, options.n)
             verifiers.check_rows(dataset.rows_to_check())

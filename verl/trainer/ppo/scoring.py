@@ -383,7 +383,8 @@ def solved_rows(batch: DataProto) -> np.ndarray:
     fields = batch.non_tensor_batch
     solved = np.zeros(len(batch), dtype=bool)
     for row in batch.tensors["num_sampled"].nonzero().flatten().tolist():
-        env_reward, verdicts = fields["trajectory"][row].get("env_reward"), fields["verdicts"][row]
+        env_reward = fields["trajectory"][row].get("env_reward")
+        verdicts = fields["verdicts"][row]
         if env_reward is not None:
             solved[row] = env_reward >= FULL_REWARD
         elif verdicts is not None:

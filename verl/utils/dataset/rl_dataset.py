@@ -115,7 +115,8 @@ class RLHFDataset:
         prompt), or None for a search as the configuration has it.
         """
         row = self.adapt(row) if self.adapt is not None else row
-        messages, kept = self.messages_of(row), self.config["max_start_length"]
+        messages = self.messages_of(row)
+        kept = self.config["max_start_length"]
         ids = encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
         if len(ids) > kept and not self._has_warned:
             self._has_warned = True
@@ -155,7 +156,8 @@ class RLHFDataset:
 
     def too_long(self, row: Row) -> str | None:
         """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None."""
-        longest, messages = self.config["max_prompt_length"], self.messages_of(row)
+        longest = self.config["max_prompt_length"]
+        messages = self.messages_of(row)
         # a token has at least one byte, so only rows of many bytes are tokenised
         num_bytes = sum(len(str(message.get("content")).encode()) for message in messages)
         if num_bytes + _TEMPLATE_BYTES <= longest:
