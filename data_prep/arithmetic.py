@@ -26,7 +26,8 @@ Pair = tuple[int, int]
 
 def draw_pair(rng: random.Random, held_out: bool) -> Pair:
     """Two numbers of `NUM_DIGITS` digits; held_out: for tests alone."""
-    low, high = 10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS - 1
+    low = 10 ** (NUM_DIGITS - 1)
+    high = 10**NUM_DIGITS - 1
     while True:
         pair = rng.randint(low, high), rng.randint(low, high)
         if is_held_out(f"{pair[0]}+{pair[1]}") == held_out:
@@ -41,11 +42,14 @@ def work_out(rng: random.Random, pair: Pair, right_share: float) -> list[str]:
     """What a student writes in each turn. Each column's sum is right in `right_share` of the cases, else a
     number from 0 to 19; the student goes on with what it wrote.
     """
-    carry, done, turns = 0, "", []
+    carry = 0
+    done = ""
+    turns = []
     for place in range(NUM_DIGITS):
         left, right = (number // 10**place % 10 for number in pair)
         total = left + right + carry if rng.random() < right_share else rng.randrange(20)
-        text, carry = f"{left}+{right}+{carry}={total:02d};", total // 10
+        text = f"{left}+{right}+{carry}={total:02d};"
+        carry = total // 10
         last = place == NUM_DIGITS - 1
         done = f"{total if last else total % 10}{done}"
         turns.append(f"{text}{'#### ' if last else ''}{done}")
@@ -56,7 +60,9 @@ def drill(rng: random.Random, count: int = 24) -> list[tuple[str, bool]]:
     """Single columns without mistakes, as (text, trained) segments: the quickest way to learn them."""
     segments = [(PROMPT[: PROMPT.index("{")], False)]
     for _ in range(count):
-        left, right, carry = rng.randrange(10), rng.randrange(10), rng.randrange(2)
+        left = rng.randrange(10)
+        right = rng.randrange(10)
+        carry = rng.randrange(2)
         segments += [(f"{left}+{right}+{carry}=", False), (f"{left + right + carry:02d};", True)]
     return segments
 

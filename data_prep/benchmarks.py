@@ -47,7 +47,8 @@ def benchmark_file(name: str, out: Path) -> Path:
     """
     kind, *arguments = name.split(":")
     if kind in ("microworld", "xquad"):
-        world, path = out / name.replace(":", "-"), out / f"{name.replace(':', '-')}.parquet"
+        world = out / name.replace(":", "-")
+        path = out / f"{name.replace(':', '-')}.parquet"
         if path.is_file():
             return path
         if kind == "xquad":
@@ -100,7 +101,8 @@ def _write_xquad(name: str, arguments: list[str], out: Path) -> None:
     passages: Passages = {}
     rows = []
     for index, (_, record) in enumerate(read_records(path)):
-        gold, question = add_passage(passages, "", record["context"]), tidy_question(record["question"])
+        gold = add_passage(passages, "", record["context"])
+        question = tidy_question(record["question"])
         answers = list(dict.fromkeys(text.strip() for text in record["answers"]["text"]))
         prompt = fill_prompt(SEARCH_PROMPT, question)
         rows.append(make_row("xquad", prompt, question, answers, "test", index, gold_ids=[str(gold)]))
@@ -138,7 +140,8 @@ def _reasoning_gym(name: str, arguments: list[str]) -> Iterator[tuple[str, str, 
         raise ValueError(
             f"found benchmark {name!r}; expected reasoning_gym:TASK, a data set of reasoning-gym"
         )
-    task, count = arguments[0], _number(arguments[1:], 100, name)
+    task = arguments[0]
+    count = _number(arguments[1:], 100, name)
     for entry in library("reasoning_gym").create_dataset(task, size=count, seed=0):
         yield _ANSWER.format(entry["question"]), "reasoning_gym", {"task": task, "entry": entry}
 

@@ -35,7 +35,8 @@ def question_in(text: str, passage: str) -> tuple[str, str, str]:
     found = _PAIR.search(text)
     if found is None:
         return "", "", "no <question>..</question><answer>..</answer>"
-    question, answer = tidy_question(" ".join(found[1].split())), " ".join(found[2].split())
+    question = tidy_question(" ".join(found[1].split()))
+    answer = " ".join(found[2].split())
     words = normalize_answer(answer)
     if not words or len(words.split()) > MOST_WORDS:
         return question, answer, f"an answer of no words or more than {MOST_WORDS}"
@@ -91,7 +92,8 @@ def write_questions(lines: Iterable[Mapping[str, Any]], model: str, template: st
     """
     path = questions_file(folder)
     rows: list[dict[str, Any]] = []
-    rejected, seen = [], set[str]()
+    rejected = []
+    seen = set[str]()
     for line in lines:
         about = line["info"]
         question, answer, wrong = question_in(line["completion"], about["passage"])

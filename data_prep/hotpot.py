@@ -66,7 +66,8 @@ class Titles:
 
     def named(self, text: str) -> list[str]:
         """The names that stand in a text, none inside of another, in their order."""
-        found, end = [], 0
+        found = []
+        end = 0
         for word in _WORD.finditer(text):
             for name in self.by_word.get(word[0], ()) if word.start() >= end else ():
                 stop = word.start() + len(name)
@@ -80,7 +81,8 @@ class Titles:
 
 def gold_passages(titles: Titles, question: str, answer: str, kind: str) -> list[TitledPassage]:
     """The two passages that a question of HotpotQA seems to be made of; [] if there are none."""
-    words, named = set(_WORD.findall(question.lower())), titles.named(question)
+    words = set(_WORD.findall(question.lower()))
+    named = titles.named(question)
     holds = re.compile(rf"(?<!\w){re.escape(answer)}(?!\w)", re.IGNORECASE)
     pairs: list[list[TitledPassage]] = []
     if kind == "comparison" and len(named) == 2:
@@ -101,7 +103,8 @@ def gold_passages(titles: Titles, question: str, answer: str, kind: str) -> list
 
 def hotpot_rows(titles: Titles, questions: Path, template: str) -> Iterator[dict[str, Any]]:
     """A row for each question whose passages are there; prints how many that are."""
-    seen, kept = Counter[str](), Counter[str]()
+    seen = Counter[str]()
+    kept = Counter[str]()
     for where, record in files.read_records(questions):
         texts = (files.take(record, key, str, where).strip() for key in ("question", "answer", "type"))
         question, answer, kind = texts
@@ -109,7 +112,8 @@ def hotpot_rows(titles: Titles, questions: Path, template: str) -> Iterator[dict
             raise ValueError(f"{where}: expected a question, an answer and one of the types {TYPES}")
         seen[kind] += 1
         if gold := gold_passages(titles, question, answer, kind):
-            question, ids = files.tidy_question(question), [passage.id for passage in gold]
+            question = files.tidy_question(question)
+            ids = [passage.id for passage in gold]
             prompt = prompts.fill_prompt(template, question)
             extra = {"gold_ids": ids, "hops": 2, "type": kind}
             yield files.make_row("hotpotqa", prompt, question, [answer], "test", kept.total(), **extra)

@@ -61,7 +61,8 @@ def make_part(rng: random.Random, sizes: dict[str, int], held_out: bool) -> Worl
     entities = {kind: [Entity(kind, name) for name in names[kind]] for kind in KINDS}
     people = entities["person"]
     for left, right in zip(people[::2], people[1::2], strict=True):
-        left.facts["spouse"], right.facts["spouse"] = right.name, left.name
+        left.facts["spouse"] = right.name
+        right.facts["spouse"] = left.name
     for kind in KINDS:
         for entity in entities[kind]:
             for relation in OF_KIND[kind]:
@@ -88,7 +89,8 @@ def write_article(rng: random.Random, entity: Entity) -> str:
 
 def ask(rng: random.Random, world: World, start: Entity, relations: tuple[str, ...]) -> Question | None:
     """A question over a chain that begins at `start`; None if the chain meets the same name twice."""
-    path, value = [], start.name
+    path = []
+    value = start.name
     for name in relations:
         path.append(value)
         value = world[value].facts[name]

@@ -69,13 +69,15 @@ def attempt(rng: random.Random, question: Question, right_share: float) -> list[
     """What a poor student writes in each turn: half of the time a query for the first hop, to look at; then a
     solution. A query asks for the right column in `right_share` of the cases, else for any of its table.
     """
-    first, last = question.relations[0], question.relations[-1]
+    first = question.relations[0]
+    last = question.relations[-1]
 
     def query(relation: str, name: str) -> str:
         columns = [other.name for other in OF_KIND[RELATIONS[relation].subject]]
         return select(relation if rng.random() < right_share else rng.choice(columns), name)
 
-    start, turns = f"'{question.path[0]}'", []
+    start = f"'{question.path[0]}'"
+    turns = []
     bridge = start if len(question.path) == 1 else f"({query(first, start)})"
     if rng.random() < 0.5:
         looked_up = query(first, start)
@@ -100,7 +102,8 @@ def make_row(question: Question, db_id: str, split: str = "train", index: int = 
 
 def write_tables(seed: int, out: Path, num_train: int, num_test: int) -> dict[str, int]:
     """Write both databases and both files into the folder `out`; returns the number of rows of each file."""
-    rng, counts = random.Random(f"sql questions {seed}"), {}
+    rng = random.Random(f"sql questions {seed}")
+    counts = {}
     parts = zip(("train", "test"), evaluation_world(seed), (num_train, num_test), strict=True)
     for split, world, count in parts:
         db_id = f"microworld_{seed}_{split}"

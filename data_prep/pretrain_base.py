@@ -101,7 +101,8 @@ def make_pool(settings: PretrainingSettings, tokenizer: PreTrainedTokenizerFast,
     for group in groups:
         width = max(map(len, group))
         input_ids = torch.full((len(group), width), tokenizer.pad_token_id)  # causal: padding is never seen
-        positions, targets = [], []
+        positions = []
+        targets = []
         for number, row in enumerate(group):
             input_ids[number, : len(row)] = torch.tensor([token for token, _ in row])
             for k, (token, trained) in enumerate(row[1:]):
@@ -121,7 +122,9 @@ def train(settings: PretrainingSettings) -> tuple[Qwen3ForCausalLM, PreTrainedTo
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=0.0, momentum=0.95)
     adam = torch.optim.AdamW(others, lr=settings.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    started, total, count = time.monotonic(), 0.0, 0
+    started = time.monotonic()
+    total = 0.0
+    count = 0
     for pool in range(settings.num_pools):
         # Warm-up, a plateau, then linearly down to zero.
         left = (settings.num_pools - pool) / settings.decay_pools
@@ -138,11 +141,13 @@ def train(settings: PretrainingSettings) -> tuple[Qwen3ForCausalLM, PreTrainedTo
             for optimizer in (muon, adam):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            total, count = total + loss_sum.item(), count + len(targets)
+            total = total + loss_sum.item()
+            count = count + len(targets)
         if (pool + 1) % 20 == 0 or pool + 1 == settings.num_pools:
             seconds = time.monotonic() - started
             print(f"pool {pool + 1}: loss {total / count:.4f}, {seconds:.0f} s", flush=True)
-            total, count = 0.0, 0
+            total = 0.0
+            count = 0
     return model, tokenizer
 
 

@@ -90,7 +90,8 @@ def read_split(source: str, split: str, raw_dir: Path | None) -> list[dict[str, 
         if not answers:
             num_without_answer += 1
             continue
-        source_id, number = str(record.get("id", "")), 1
+        source_id = str(record.get("id", ""))
+        number = 1
         wanted = identifier = f"{source}_{source_id or f'{split}_{len(rows)}'}"
         while identifier in identifiers:
             number += 1

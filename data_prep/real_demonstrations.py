@@ -37,7 +37,8 @@ from verl.agent.trajectory import AgentConfig
 from verl.utils.dataset.rl_dataset import read_rows, require_columns
 
 # Kinds of queries. The first passage is the right one for .92, .94, .70 and .57 of XQuAD's questions.
-GOOD, POOR = ("question", "content"), ("names", "fragment")
+GOOD = ("question", "content")
+POOR = ("names", "fragment")
 NEEDLESS = 0.1  # share of demonstrations that search again although the passage is there
 STOP_WORDS = """
 a about after all also an and any are as at be been before between by can could did do does during
@@ -70,7 +71,9 @@ class Passages:
     """The corpus behind the BM25 of the server, and what a rollout shows of it."""
 
     def __init__(self, path: Path, topk: int, codec: Codec | None = None) -> None:
-        self.retriever, self.topk, self.codec = BM25Retriever(Corpus.open(path)), topk, codec
+        self.retriever = BM25Retriever(Corpus.open(path))
+        self.topk = topk
+        self.codec = codec
 
     def search(self, query: str) -> list[Any]:
         """The fields of the passages found, best first."""
@@ -93,7 +96,8 @@ def demonstrate(
     row: dict[str, Any], passages: Passages, max_searches: int, good_queries: float, rng: random.Random
 ) -> list[Turn]:
     """Searches until one finds the gold passage, perhaps one more; none if `max_searches` don't find it."""
-    question, done = row["question"], False
+    question = row["question"]
+    done = False
     kinds = [rng.choice(GOOD if rng.random() < good_queries else POOR)]
     kinds += [kind for kind in (*rng.sample(GOOD, len(GOOD)), *POOR) if kind not in kinds]
     turns: list[Turn] = []
@@ -158,7 +162,8 @@ def write_rows(given: argparse.Namespace) -> dict[str, int]:
         tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
         codec = Codec(tokenizer, AgentConfig(1, 1, 2, 1, given.max_obs_length))
     passages = Passages(data / "corpus.jsonl", given.topk, codec)
-    rng, written = random.Random(f"real demonstrations {given.seed}"), {}
+    rng = random.Random(f"real demonstrations {given.seed}")
+    written = {}
     for name in ("val", "train"):  # train_sft.sh takes the one written last for a sign that both are there
         made = []
         for row in rows[name]:

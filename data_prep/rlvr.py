@@ -79,7 +79,9 @@ def convert(options: argparse.Namespace) -> int:
     """
     if options.out is None and not options.check:
         raise ValueError("found neither --out nor --check; expected --out FILE.parquet, or --check")
-    rows, num_rows, writer = read_rows(options), 0, None
+    rows = read_rows(options)
+    num_rows = 0
+    writer = None
     tally = {"refused": 0, "could not be verified": 0, "without answer": 0}
     with ExitStack() as stack:
         verifiers = Verifiers(VerifierSettings(load_config([]).verifiers))
@@ -97,7 +99,9 @@ def convert(options: argparse.Namespace) -> int:
                 num_asked = len(asked)
                 query = "\n".join(message["content"] for message in row["prompt"])
                 for each in row["reward_model"]["ground_truth"]["verifiers"]:
-                    name, label, gold = each["name"], each["label"], solution
+                    name = each["name"]
+                    label = each["label"]
+                    gold = solution
                     if gold is None and name in _GOLD:
                         gold = _GOLD[name].format((as_labels(label) or [label])[0])
                     if gold is not None:
@@ -162,7 +166,8 @@ def _read(record: Any, options: argparse.Namespace) -> tuple[list[Any], str | No
         tools = record.get("tools")
         return messages, solution, entries, None if tools is None else {"tools": tools}
     if options.format == "prime":
-        info, solution = {"task_type": record.get("task_type")}, record.get("gold_standard_solution")
+        info = {"task_type": record.get("task_type")}
+        solution = record.get("gold_standard_solution")
         return messages, solution, [_prime_verifier(record)], info
     found = [record[each] for each in answers if record.get(each) is not None]
     if not found:
@@ -177,7 +182,8 @@ def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"expected an object in verification_info, found {describe(info)}")
     if "ground_truth" in info:
         return verifier("math", info["ground_truth"])
-    calls, stdio = None, None
+    calls = None
+    stdio = None
     try:
         cases = info.get("test_cases") or []
         if "test_case_inputs" in info:

@@ -116,7 +116,8 @@ def convert(
     read = [question for path in squad for question in read_squad(path, known)]
     for path in passages:
         for where, record in files.read_records(path):
-            title, text = files.take(record, "title", str, where), files.take(record, "text", str, where)
+            title = files.take(record, "title", str, where)
+            text = files.take(record, "text", str, where)
             if not text.strip():
                 raise ValueError(f"{where}: the text is empty (title {title!r})")
             add_passage(known, title, text)

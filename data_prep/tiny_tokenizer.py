@@ -37,7 +37,8 @@ def training_texts(num_worlds: int) -> list[str]:
     """Articles, questions and prompts of pretraining worlds; each inventory word often enough to merge."""
     texts = [SEARCH_PROMPT]
     for seed in range(FIRST_PRETRAINING_SEED, FIRST_PRETRAINING_SEED + num_worlds):
-        world, rng = pretraining_world(seed), random.Random(seed)
+        world = pretraining_world(seed)
+        rng = random.Random(seed)
         for entity in world.values():
             texts.append(format_observation([(f'"{entity.name}"', entity.text)]))
             fitting = [c for h in (1, 2, 3) for c in chains(h) if RELATIONS[c[0]].subject == entity.kind]
@@ -55,7 +56,8 @@ def train_tokenizer(vocab_size: int = 2560, num_worlds: int = 20) -> PreTrainedT
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    size, alphabet = vocab_size - len(TAGS) - 2, pre_tokenizers.ByteLevel.alphabet()
+    size = vocab_size - len(TAGS) - 2
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     texts = training_texts(num_worlds)
     for tag in TAGS:  # tags must not shape the merges: they never reach the BPE

@@ -47,7 +47,8 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
         elif isinstance(record, list):
             yield from chain.from_iterable(map(strings, record))
         elif isinstance(record, dict):
-            title, text = record.get("title"), record.get("text")
+            title = record.get("title")
+            text = record.get("text")
             if isinstance(title, str) and isinstance(text, str):
                 yield prompts.format_observation([(f'"{title}"', text)])
             elif isinstance(contents := record.get("contents"), str):
@@ -83,14 +84,16 @@ def choose(tokenizer: Json, counts: Counter[int], named: set[int], keep: int | N
         ValueError: `keep` is less than what is needed.
     """
     bpe = tokenizer["model"]
-    vocab, ranks = bpe["vocab"], {tuple(pair): rank for rank, pair in enumerate(bpe["merges"])}
+    vocab = bpe["vocab"]
+    ranks = {tuple(pair): rank for rank, pair in enumerate(bpe["merges"])}
     last = len(ranks)
 
     def pieces(word: str) -> tuple[set[int], bool]:
         """Ids of all that is made on the way to a word, and whether it is reached: the best merge, again and
         again. A text that has the word in the end has gone this way, too.
         """
-        parts, made = list(word), {word, *word}
+        parts = list(word)
+        made = {word, *word}
         while len(parts) > 1:
             best = [ranks.get((left, right), last) for left, right in pairwise(parts)]
             i = best.index(rank := min(best))
@@ -147,8 +150,11 @@ def trim_weights(model: Any, ids: dict[int, int]) -> None:
     """Leaves the rows of a model's embedding and head that stay; the two may be one matrix."""
     from torch.nn import Parameter
 
-    rows, embedding, head = list(ids), model.get_input_embeddings(), model.get_output_embeddings()
-    size, known = embedding.num_embeddings, {id(p) for part in (embedding, head) for p in part.parameters()}
+    rows = list(ids)
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    size = embedding.num_embeddings
+    known = {id(p) for part in (embedding, head) for p in part.parameters()}
     others = [name for name, p in model.named_parameters() if size in p.shape and id(p) not in known]
     if others or head.out_features != size:
         raise ValueError(
@@ -223,8 +229,11 @@ def trim(source: Path, paths: list[Path], keep: int | None, out: Path) -> None:
         if path.suffix in (".html", ".md", ".jinja") or path.stem.upper() in ("LICENSE", "NOTICE"):
             shutil.copy(path, partial)
     with announced("checking the texts"):
-        small, num_texts, num_differing = AutoTokenizer.from_pretrained(partial), 0, 0
-        join_before, join = whole.backend_tokenizer.decode, small.backend_tokenizer.decode
+        small = AutoTokenizer.from_pretrained(partial)
+        num_texts = 0
+        num_differing = 0
+        join_before = whole.backend_tokenizer.decode
+        join = small.backend_tokenizer.decode
         for text, before in encoded(whole, chain(PROMPTS, read_texts(paths))):
             found = small.backend_tokenizer.encode(text, add_special_tokens=False).ids
             given = join(found, skip_special_tokens=False)

@@ -11,7 +11,8 @@ from verl.environments import BaseTextEnv, BaseTextEnvStepOutput
 class LetterEnv(BaseTextEnv):
     """Up to `max_turns` turns (the loop counts); reward of a turn: 0 to 1."""
 
-    stop, runs = ("</answer>",), "inline"
+    stop = ("</answer>",)
+    runs = "inline"
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None):
         super().__init__()

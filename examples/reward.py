@@ -24,6 +24,7 @@ def token_f1(
         expected = Counter(normalize_answer(golden).split())
         num_common = sum((words & expected).values())
         if num_common:
-            precision, recall = num_common / sum(words.values()), num_common / sum(expected.values())
+            precision = num_common / sum(words.values())
+            recall = num_common / sum(expected.values())
             best = max(best, 2 * precision * recall / (precision + recall))
     return {"score": best, "answered": float(answer is not None)}

@@ -38,7 +38,9 @@ from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT, bm25_server, running  # noqa: E402
 from verl.utils.records.files import read_lines  # noqa: E402
 
-MEAN, SIGMA, LEFT_OUT = 0.5, 1.0, 2
+MEAN = 0.5
+SIGMA = 1.0
+LEFT_OUT = 2
 SETTINGS = """@configs/microworld_grpo.yaml actor_rollout_ref.model.path=data_prep/base_model
     actor_rollout_ref.rollout.search_delay_steps=null actor_rollout_ref.rollout.name=native
     algorithm.rollout_correction.bypass_mode=true trainer.val_before_train=false trainer.test_freq=-1

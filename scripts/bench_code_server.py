@@ -107,10 +107,12 @@ def make_request(kind: str, index: int) -> tuple[str, dict]:
             "tests": [f"{problem['test']}\ncheck({problem['entry_point']})"],
         }
     count, text, function = KINDS[kind]
-    program, tests = text.format(unique=unique), list[object]()
+    program = text.format(unique=unique)
+    tests = list[object]()
     for k in range(count):
         if function:
-            a, b = list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))
+            a = list(range(k, 30 + k, 3))
+            b = list(range(unique % 7, 20 + k, 2))
             tests.append(f"assert {function}({a}, {b}) == {sorted(a + b)}")
         else:
             numbers = [(unique + 3 * i * k) % 101 for i in range(40)]
@@ -159,7 +161,8 @@ def measure(
             raise RuntimeError(f"an honest program failed: {reply.status_code} {reply.text[:300]}")
         return time.perf_counter() - start
 
-    cpu, start = meter.seconds(), time.perf_counter()
+    cpu = meter.seconds()
+    start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         seconds = sorted(pool.map(ask, range(count)))
     wall = time.perf_counter() - start

@@ -35,8 +35,13 @@ from verl.environments.registry import register  # noqa: E402
 from verl.protocol import object_array  # noqa: E402
 from verl.workers.rollout.base import Completion, SamplingParams  # noqa: E402
 
-ENVIRONMENTS, TURNS = 256, 8
-MEAN, SIGMA, TEXT, STEP_SECONDS, MAX_TOKENS = 0.5, 1.0, "I take a step...", 0.005, 64
+ENVIRONMENTS = 256
+TURNS = 8
+MEAN = 0.5
+SIGMA = 1.0
+TEXT = "I take a step..."
+STEP_SECONDS = 0.005
+MAX_TOKENS = 64
 
 
 class Waiting(BaseTextEnv):
@@ -79,7 +84,9 @@ def ours(agent: EnvironmentAgent, rows: list[dict[str, Any]]) -> int:
 
 def barrier(agent: EnvironmentAgent, rows: list[dict[str, Any]]) -> int:
     """The same with a turn barrier."""
-    engine, codec, runner = agent.engine, agent.codec, agent.environments[rows[0]["env_class"]]
+    engine = agent.engine
+    codec = agent.codec
+    runner = agent.environments[rows[0]["env_class"]]
     params = SamplingParams(max_tokens=MAX_TOKENS, eos_token_ids=codec.eos_token_ids)
     episodes: dict[int, Any] = {}
     num_started = num_ended = 0
@@ -115,7 +122,8 @@ def main() -> None:
     for count, kind in product((ENVIRONMENTS, 4 * ENVIRONMENTS), ("threads", "async")):
         seconds: list[float] = []
         for loop in (barrier, ours):
-            generator, mu = np.random.default_rng(0), np.log(MEAN) - SIGMA**2 / 2
+            generator = np.random.default_rng(0)
+            mu = np.log(MEAN) - SIGMA**2 / 2
             delays = generator.lognormal(mu, SIGMA, (count, TURNS)).tolist()
             rows = [{"env_class": kind, "prompt": [], "extras": {"delays": row}} for row in delays]
             engine = PacedEngine(tokenizer, lambda *_: TEXT)

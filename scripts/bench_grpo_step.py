@@ -50,7 +50,8 @@ from verl.config import Config  # noqa: E402
 from verl.config.loading import load_config  # noqa: E402
 from verl.utils.records.files import read_lines  # noqa: E402
 
-OURS, WAYS = "ours", ["float32", "mixed", "bfloat16", "vllm"]
+OURS = "ours"
+WAYS = ["float32", "mixed", "bfloat16", "vllm"]
 MORE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 MORE_ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 MORE_ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -73,7 +74,8 @@ def our_settings(options: argparse.Namespace, data: Path) -> list[str]:
 
 def trl_task(config: Config, options: argparse.Namespace, data: Path) -> dict[str, Any]:
     """What scripts/bench/grpo_step_trl.py is told of the settings of `our_settings`."""
-    actor, lengths = config.actor_rollout_ref.actor, config.data
+    actor = config.actor_rollout_ref.actor
+    lengths = config.data
     rows = [
         {"prompt": row["prompt"][0]["content"], "answers": list(row["golden_answers"])}
         for row in pd.read_parquet(data / "train.parquet").to_dict("records")

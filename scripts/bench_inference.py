@@ -28,7 +28,8 @@ from verl.workers.engine.loading import load_hf_config  # noqa: E402
 from verl.workers.rollout.base import SamplingParams  # noqa: E402
 from verl.workers.rollout.native import NativeEngine  # noqa: E402
 
-PLAYERS, ROUNDS = 64, 3
+PLAYERS = 64
+ROUNDS = 3
 
 
 def alone(engine: NativeEngine, lengths: list[list[int]]) -> None:
@@ -77,7 +78,8 @@ if __name__ == "__main__":
     options = parser.parse_args()
     engine = NativeEngine(load_hf_config({"path": str(options.model)}), PLAYERS, 2048)
     engine.load_weights(read_weights(options.model), 0)
-    rng, url = random.Random(0), options.url
+    rng = random.Random(0)
+    url = options.url
     lengths = [
         [rng.randrange(options.tokens // 7, options.tokens) for _ in range(options.turns)]
         for _ in range(PLAYERS)

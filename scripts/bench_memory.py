@@ -56,7 +56,8 @@ class Work:
 
     def settings(self, folder: Path, num_processes: int, more: Sequence[str] = ()) -> list[str]:
         """A step of one mini-batch, in several passes."""
-        rows, parts = self.rows * num_processes, ("rollout.log_prob", "ref.log_prob", "actor.ppo")
+        rows = self.rows * num_processes
+        parts = ("rollout.log_prob", "ref.log_prob", "actor.ppo")
         blocks = [*(f"actor_rollout_ref.{part}" for part in parts), "critic.ppo"]
         dynamic = [part.replace(".log_prob", ".log_prob_").replace(".ppo", ".") for part in blocks]
         return [
@@ -99,13 +100,16 @@ class LongestAgent:
     """
 
     def __init__(self, work: Work, tokenizer: Any, engine: RolloutEngine) -> None:
-        self.work, self.engine = work, engine
+        self.work = work
+        self.engine = engine
 
     def close(self) -> None:
         pass
 
     def run_llm_loop(self, prompts: DataProto) -> DataProto:
-        work, contexts, rows = self.work, list(prompts.non_tensor_batch["raw_prompt_ids"]), {}
+        work = self.work
+        contexts = list(prompts.non_tensor_batch["raw_prompt_ids"])
+        rows = {}
         for row, ids in enumerate(contexts):
             asked = SamplingParams(work.longest - work.prompt - row % 3, seed=row, ignore_eos=True)
             rows[self.engine.open(ids, asked)] = row
@@ -130,12 +134,14 @@ def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[
     from verl.trainer.main_ppo import worker_classes
 
     config = load_config(list(settings))
-    passes, block = Passes(config), config.actor_rollout_ref
+    passes = Passes(config)
+    block = config.actor_rollout_ref
     actor_class, critic_class = worker_classes(config)
     role = "actor_rollout_ref" if passes.reference else "actor_rollout"
     actor = actor_class(block, role, partial(LongestAgent, work), device="cpu")
     workers = [actor, *([critic_class(config.critic, device="cpu")] if passes.values else [])]
-    generator, batch = torch.Generator().manual_seed(rank), DataProto()
+    generator = torch.Generator().manual_seed(rank)
+    batch = DataProto()
     vocabulary = load_hf_config(block.model).get_text_config().vocab_size
 
     def load() -> None:
@@ -191,7 +197,9 @@ def measured(work: Work, settings: Sequence[str], num_processes: int) -> dict[st
     -> what they held before. EOFError: one of them has failed.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context, connections, pids = multiprocessing.get_context("spawn"), [], list[int]()
+    context = multiprocessing.get_context("spawn")
+    connections = []
+    pids = list[int]()
     for rank in range(num_processes):
         ours, theirs = context.Pipe()
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes}
@@ -230,7 +238,8 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1])
     parser.add_argument("--settings", nargs="+", default=["algorithm.adv_estimator=grpo"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bench_memory")
-    options, work = parser.parse_args(), Work()
+    options = parser.parse_args()
+    work = Work()
     phases = [phase for phase in PHASES if phase != "teacher"]
     print(f"| run | {' | '.join(PHASES[phase] for phase in phases)} |\n|{'---|' * (len(phases) + 1)}")
     for name in options.models:
@@ -238,7 +247,8 @@ def main() -> None:
         for num_processes in options.processes:
             for more in options.settings:
                 settings = work.settings(folder, num_processes, more.split())
-                plan, taken = planned(settings), measured(work, settings, num_processes)
+                plan = planned(settings)
+                taken = measured(work, settings, num_processes)
                 cells = [
                     f"{taken[p][0] / GIB:.2f} ({plan[p] / taken[p][0]:.3f}); {taken[p][1] / GIB:.2f}"
                     if p in taken and p in plan

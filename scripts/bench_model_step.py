@@ -39,7 +39,10 @@ from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
 from verl.workers.rollout.native.cpu_model import Product, can_pack
 
-GROUP, PROMPT, SAMPLED, OBSERVED = 8, 80, 30, 350
+GROUP = 8
+PROMPT = 80
+SAMPLED = 30
+OBSERVED = 350
 ROWS = {"cpu": 2048, "cuda": 16384}  # of the products
 
 
@@ -54,7 +57,9 @@ class Contender:
         dtype = f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={name}"
         self.settings = [f"actor_rollout_ref.model.path={folder}", dtype, *settings]
         self.config = load_config(self.settings)
-        block, self.device, self.dtype = self.config.actor_rollout_ref, torch.device(device), DTYPES[name]
+        block = self.config.actor_rollout_ref
+        self.device = torch.device(device)
+        self.dtype = DTYPES[name]
         actor = block.actor
         precision = Precision.from_config(actor.fsdp_config, self.device)
         module = load_policy(block.model, precision.model)
@@ -92,9 +97,11 @@ class Contender:
 
     def needed(self, batch: DataProto) -> float:
         """Operations of a forward pass over the distinct tokens; the last layer's over those that predict."""
-        spec, rows = self.spec, batch.tensors["input_ids"]
+        spec = self.spec
+        rows = batch.tensors["input_ids"]
         layer = 2 * sum(s[0] * s[1] for s in spec.layer_shapes().values() if len(s) == 2)
-        keys, total = 4 * spec.hidden_size * spec.num_kv_heads * spec.head_dim, 0.0
+        keys = 4 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+        total = 0.0
         for row, shared in prefix_order([ids.numpy() for ids in rows]):
             own = torch.arange(shared, rows.shape[1])
             sampled = int(batch.tensors["response_mask"][row, max(0, shared - PROMPT) :].sum())
@@ -106,12 +113,16 @@ class Contender:
 
     def trajectories(self, seed: int, num_rows: int) -> DataProto:
         """Rollouts; a step that computes more new tokens than there are sessions is prefill, else decode."""
-        generator, engine, width = torch.Generator().manual_seed(seed), self.rollout, PROMPT + 2 * SAMPLED
+        generator = torch.Generator().manual_seed(seed)
+        engine = self.rollout
+        width = PROMPT + 2 * SAMPLED
         rows = torch.randint(5, self.spec.vocab_size, (num_rows, width + OBSERVED), generator=generator)
-        groups, alike = torch.arange(num_rows) // GROUP * GROUP, torch.arange(num_rows) % GROUP < GROUP // 2
+        groups = torch.arange(num_rows) // GROUP * GROUP
+        alike = torch.arange(num_rows) % GROUP < GROUP // 2
         rows[:, :PROMPT] = rows[groups, :PROMPT]
         rows[alike] = rows[groups[alike]]
-        log_probs, mask = torch.zeros(rows.shape), torch.zeros(rows.shape, dtype=torch.int64)
+        log_probs = torch.zeros(rows.shape)
+        mask = torch.zeros(rows.shape, dtype=torch.int64)
         sessions: dict[int, int] = {}  # session -> row
         seconds = {"rollout: prefill": 0.0, "rollout: decode": 0.0}
         for turn, (begin, end) in enumerate(((0, PROMPT), (PROMPT + SAMPLED, width + OBSERVED - SAMPLED))):
@@ -123,7 +134,8 @@ class Contender:
                 else:
                     engine.resume(list(sessions)[row], rows[row, begin:end].tolist(), asked)
             while engine.has_runnable:
-                start, before = self.now(), engine.stats()["prefilled_tokens"]
+                start = self.now()
+                before = engine.stats()["prefilled_tokens"]
                 completions = engine.step()
                 is_prefill = engine.stats()["prefilled_tokens"] - before > num_rows
                 seconds[f"rollout: {'prefill' if is_prefill else 'decode'}"] += self.now() - start
@@ -157,7 +169,8 @@ class Contender:
         self.actor.update_policy(batch)
         times.append(self.now())
         sync, rollout, forward, update = (b - a for a, b in zip(times, times[1:], strict=False))
-        rate, needed = self.products(), self.needed(batch)
+        rate = self.products()
+        needed = self.needed(batch)
         sampled = batch.tensors["response_mask"].bool()
         off = (log_probs - batch.tensors["rollout_log_probs"])[sampled].abs()
         seconds = {"rollout": rollout, "log-probs": forward, "update": update, "weights to the rollout": sync}

@@ -37,7 +37,8 @@ import numpy as np  # noqa: E402
 from scripts.bench.load import run_load  # noqa: E402
 from scripts.bench.servers import PORT, bm25_server, running  # noqa: E402
 
-THEIRS, OURS = "Search-R1-like", "ours"
+THEIRS = "Search-R1-like"
+OURS = "ours"
 NUM_QUERIES = 200_000
 WARM_UP_SECONDS = 15.0
 INSTALL = """python -m venv {folder}
@@ -52,7 +53,9 @@ HEAD = (
 )
 BLOCK_PASSAGES = 10_000
 NUM_WORDS = 10_000_000
-MIN_LENGTH, MAX_LENGTH = 80, 120  # words of a passage
+# words of a passage
+MIN_LENGTH = 80
+MAX_LENGTH = 120
 FREQUENT_WORD_TEXT = """
 the of and to in a is for it as was with that be on by at are this an not or but they will if such their there
 then no into these
@@ -135,7 +138,8 @@ def make_files(work: Path, num_passages: int, comparison_python: Path) -> dict[s
     if not files["queries"].is_file():
         files["queries"].write_text("\n".join(make_queries(min(NUM_QUERIES, num_passages))))
     if not files["lucene"].is_dir():  # as Search-R1 builds it: one thread, documents not stored
-        source, partial = work / f"lucene_input_{num_passages}", work / f"lucene_{num_passages}.building"
+        source = work / f"lucene_input_{num_passages}"
+        partial = work / f"lucene_{num_passages}.building"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(source, ignore_errors=True)
         source.mkdir()

@@ -84,7 +84,8 @@ def host_seconds(passes: PassTimer, steps: int, step: Callable[[], Any]) -> floa
         step()
     times = []
     for _ in range(steps):
-        begun, before = time.thread_time(), passes.seconds
+        begun = time.thread_time()
+        before = passes.seconds
         step()
         times.append(time.thread_time() - begun - (passes.seconds - before))
     return median(times)

@@ -92,7 +92,9 @@ class Checkout:
 
     def __init__(self, root: Path, work: Path, configs: Path | None = None) -> None:
         """configs: folder with the settings of its runs; None: its own."""
-        self.root, self.work, self.configs = root, work, configs
+        self.root = root
+        self.work = work
+        self.configs = configs
         self.work.mkdir()
 
     def result(self, name: str, kills: Sequence[tuple[str, float]] = (), tries: int = 1) -> dict:
@@ -183,7 +185,8 @@ def compare(scenario: Scenario, expected: dict, found: dict) -> tuple[int, list[
     pairs = [(f"step {step}: ", there.get(step, {}), here.get(step, {})) for step in steps]
     if not scenario.rtol:
         pairs.append(("sha256 of ", expected["weights"], found["weights"]))
-    num_compared, lines = 0, []
+    num_compared = 0
+    lines = []
     for where, left, right in pairs:
         for name in sorted(left.keys() | right.keys()):
             if name.startswith(NOT_REPEATABLE + scenario.skip):
@@ -208,7 +211,8 @@ def main() -> int:
         parser.error(f"there is no scenario {min(unknown)!r}, but {', '.join(SCENARIOS)}")
     failed = False
     with tempfile.TemporaryDirectory(prefix="golden-") as temporary:
-        work, folder = Path(temporary), Path(options.reference).resolve()
+        work = Path(temporary)
+        folder = Path(options.reference).resolve()
         if is_commit := not folder.is_dir():
             folder = work / "reference"
             git("worktree", "add", "--detach", str(folder), options.reference)
@@ -216,13 +220,15 @@ def main() -> int:
             there = Checkout(folder, work / "there")
             here = Checkout(ROOT, work / "here", folder / "configs")
             for name in names:
-                scenario, started = SCENARIOS[name], time.monotonic()
+                scenario = SCENARIOS[name]
+                started = time.monotonic()
                 try:
                     expected = there.result(name)
                     kills = [(f"global_step_{scenario.killed}", 0.0)] if scenario.killed else []
                     num_compared, lines = compare(scenario, expected, here.result(name, kills))
                 except ChildProcessError as error:
-                    num_compared, lines = 0, [str(error)]
+                    num_compared = 0
+                    lines = [str(error)]
                 failed = failed or bool(lines)
                 how = f"to {scenario.rtol:g} or {scenario.atol:g}" if scenario.rtol else "bit by bit"
                 print(f"{name:11} {'DIFFERS' if lines else 'equal':8} {num_compared:5} values", end=" ")

@@ -48,19 +48,24 @@ class Killer(threading.Thread):
 
     def __init__(self, folder: Path, kills: int, moments: random.Random) -> None:
         super().__init__(daemon=True)
-        self.folder, self.kills, self.moments = folder, kills, moments
+        self.folder = folder
+        self.kills = kills
+        self.moments = moments
         self.killed: Counter[str] = Counter()
         self.longest = 0.0  # seconds between two checkpoints
         self.run_is_over = threading.Event()
 
     def run(self) -> None:
-        tracker, last, since = self.folder / "latest_checkpointed_iteration.txt", "", time.monotonic()
+        tracker = self.folder / "latest_checkpointed_iteration.txt"
+        last = ""
+        since = time.monotonic()
         due = since + self.moments.uniform(0, 30)
         while not self.run_is_over.wait(0.01):
             with suppress(OSError):
                 if (step := tracker.read_text()) != last:
                     self.longest = max(self.longest, time.monotonic() - since) if last else 0.0
-                    last, since = step, time.monotonic()
+                    last = step
+                    since = time.monotonic()
             if time.monotonic() < due or self.killed.total() == self.kills:
                 continue
             place = self.moments.choice(["driver", "train_worker-0", "inference-0"])
@@ -71,7 +76,8 @@ class Killer(threading.Thread):
                     process.kill()
                     self.killed[place] += 1
             # Most of a life is its start: half of the kills come later.
-            early, late = self.moments.uniform(0, 12), 12.0 + self.moments.uniform(0, 10)
+            early = self.moments.uniform(0, 12)
+            late = 12.0 + self.moments.uniform(0, 10)
             due = time.monotonic() + self.moments.choice([early, late])
 
 
@@ -91,8 +97,10 @@ def main() -> int:
     moments = random.Random(seed)
     kills = [("global_step_*[0-9]", moments.uniform(0.0, 0.5)) for _ in range(2)]
     kills.append(("global_step_*.incomplete/actor", 0.0))
-    name, scenario = "resume-kl", SCENARIOS["resume-kl"]
-    settings, skip = f"{scenario.settings} trainer.total_training_steps={options.steps}", scenario.skip
+    name = "resume-kl"
+    scenario = SCENARIOS["resume-kl"]
+    settings = f"{scenario.settings} trainer.total_training_steps={options.steps}"
+    skip = scenario.skip
     if options.ahead is not None:
         settings += f" {AHEAD} trainer.async_training.max_staleness={options.ahead}"
         settings += f" {ON_FOLDER if options.kills else 'trainer.backend=ray'}"

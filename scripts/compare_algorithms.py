@@ -88,7 +88,8 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
         trainer.resume_mode=none trainer.progress=plain
         {real_settings(name, options.questions) if options.real else ALGORITHMS[name]}
         {" ".join(options.overrides)}"""
-    kind, start = "ppo" if name in ("gae", "ppo") else "grpo", options.start
+    kind = "ppo" if name in ("gae", "ppo") else "grpo"
+    start = options.start
     if options.real:
         environment["DATA_DIR"] = str(options.data)
         start = options.untaught if name == "no_supervised_start" else start
@@ -148,7 +149,8 @@ def main() -> None:
         first = 0.0
         for name in names:
             one, wall = run(name, seed, options, first)
-            first, seconds[name] = first or wall, seconds[name] + wall
+            first = first or wall
+            seconds[name] = seconds[name] + wall
             for question, em in one.items():
                 means[name].setdefault(question, []).append(em)
     print("| algorithm | seeds | EM sampled | EM greedy | change | wall s a seed |\n" + "|---" * 6 + "|")

@@ -84,7 +84,8 @@ def step(place: Place) -> Iterator[Line]:
     from verl.config import load_config
     from verl.preflight.plan import Hardware, Plan
 
-    on_cuda, rows = place.device == "cuda", 256 if place.device == "cuda" else 16
+    on_cuda = place.device == "cuda"
+    rows = 256 if place.device == "cuda" else 16
 
     def planned(*settings: str) -> float:  # GiB of the actor's update
         config = load_config([*model.settings, *settings])
@@ -119,7 +120,8 @@ def step(place: Place) -> Iterator[Line]:
     sync = figures["weights to the rollout"]
     seconds = figures["rollout"] + figures["log-probs"] + figures["update"] + sync
     yield place.line("weight sync, share of a step", sync / seconds, f"{sync:.4f} s of {seconds:.2f}")
-    share, words = figures["update: share"], f"{figures['update']:.2f} s"
+    share = figures["update: share"]
+    words = f"{figures['update']:.2f} s"
     if on_cuda:
         batch = model.trajectories(9, rows)
         yield Line("sleep gives back", model.rollout.sleep() / 2**30, "GiB of KV cache")
@@ -148,7 +150,8 @@ def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
     from verl.workers.actor.dp_actor import compute_log_prob
 
     batch = model.trajectories(8, 16)
-    ids, width = batch.tensors["input_ids"], batch.tensors["response_mask"].shape[1]
+    ids = batch.tensors["input_ids"]
+    width = batch.tensors["response_mask"].shape[1]
     trained = compute_log_prob(model.trainer, batch, model.limits, 1.0)
     for name, dtype in (("transformers", model.dtype), ("transformers in float32", torch.float32)):
         plain = AutoModelForCausalLM.from_pretrained(place.model(), dtype=dtype).to(model.device)
@@ -172,7 +175,9 @@ def greedy(place: Place) -> Iterator[Line]:
     model = contender(place, "fp32", "0.5b")
     model.rollout.load_weights(model.trainer.weights(), 1)
     plain = AutoModelForCausalLM.from_pretrained(place.model("0.5b"), dtype=torch.float32).to(place.device)
-    generator, count, length = torch.Generator().manual_seed(0), 8, 32
+    generator = torch.Generator().manual_seed(0)
+    count = 8
+    length = 32
     prompts = [
         torch.randint(5, 1900, (20 + 9 * number,), generator=generator).tolist() for number in range(count)
     ]
@@ -227,7 +232,8 @@ def resume(place: Place) -> Iterator[Line]:
 
 def offload(place: Place) -> Iterator[Line]:
     torch.use_deterministic_algorithms(True)
-    ended, batch_of = list[Any](), None
+    ended = list[Any]()
+    batch_of = None
     for offloads in ("false", "true"):
         fsdp = "actor_rollout_ref.actor.fsdp_config"
         settings = [f"{fsdp}.param_offload={offloads}", f"{fsdp}.optimizer_offload={offloads}"]
@@ -249,7 +255,11 @@ def offload(place: Place) -> Iterator[Line]:
 def dense(place: Place) -> Iterator[Line]:
     from search_r1.search.dense.scan import VectorScan
 
-    count, width = (20_000 if place.device == "cpu" else 10**6 if place.quick else 21 * 10**6), 768
+    if place.device == "cpu":
+        count = 20_000
+    else:
+        count = 10**6 if place.quick else 21 * 10**6
+    width = 768
     if place.device == "cuda":
         count = min(count, int(torch.cuda.mem_get_info()[0] * 0.8) // (2 * width))
     generator = torch.Generator(place.device).manual_seed(0)

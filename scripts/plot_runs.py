@@ -66,11 +66,13 @@ def draw_hops(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -
 def draw_staleness(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -> None:
     """The course on the left, for runs with the clipped ratio; the end on the right, of all."""
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    k, loss = settings["trainer"]["async_training"]["max_staleness"], settings["actor_rollout_ref"]["actor"]
+    k = settings["trainer"]["async_training"]["max_staleness"]
+    loss = settings["actor_rollout_ref"]["actor"]
     is_weighted = settings["algorithm"]["rollout_correction"]["rollout_is"] is not None
-    kind = (
-        "weighted" if is_weighted else "clipped" if loss["policy_loss"]["loss_mode"] == "vanilla" else "none"
-    )
+    if is_weighted:
+        kind = "weighted"
+    else:
+        kind = "clipped" if loss["policy_loss"]["loss_mode"] == "vanilla" else "none"
     if kind == "clipped":
         rows = read_lines(run / "metrics.jsonl")
         plot_smoothed(panels[0], rows, "train/em", label=f"k = {k}", alpha=0.8)

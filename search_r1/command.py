@@ -42,7 +42,8 @@ def usage() -> str:
 
 def main() -> None:
     """Runs the command that the command line names; exit status 2 if there is none of that name."""
-    name, arguments = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    arguments = sys.argv[2:]
     if name in ("-h", "--help"):
         print(usage())
         return

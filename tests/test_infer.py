@@ -39,7 +39,8 @@ DOCUMENTS = [
     {"contents": '"Vey"\nThe Vey is a river.'},
 ]
 QUESTION = "What is Orlen?"
-SEARCH, ANSWER = "<search> Orlen </search>", "<answer> a town </answer>"
+SEARCH = "<search> Orlen </search>"
+ANSWER = "<answer> a town </answer>"
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,8 @@ def test_the_ids_of_the_models_generation_config_end_a_turn_too(run_dir, tmp_pat
 
 def test_a_failing_search_is_one_line_and_status_1(run_dir, monkeypatch, capsys):
     monkeypatch.setattr(SearchClient.__init__, "__defaults__", (3, 0.3, 0))
-    flags, console = ["--retriever-url", "http://127.0.0.1:1"], Console(file=io.StringIO())
+    flags = ["--retriever-url", "http://127.0.0.1:1"]
+    console = Console(file=io.StringIO())
     with closing(load(infer.find_model(str(run_dir)), *flags, console=console)) as manager:
         arguments = infer.build_parser().parse_args(flags)
         assert infer.ask(manager, "Q: {question}\n", QUESTION, arguments, console) is False
@@ -297,7 +299,8 @@ def test_the_newest_finished_checkpoint_is_taken(tmp_path, monkeypatch):
 
 
 def test_the_runs_settings_hold_unless_a_flag_says_otherwise(run_dir, tmp_path):
-    model, names = infer.find_model(str(run_dir)), list(infer.DEFAULT_SETTINGS)
+    model = infer.find_model(str(run_dir))
+    names = list(infer.DEFAULT_SETTINGS)
     of_run = dict(zip(names, (2, 1, 60, 400, 40, 150), strict=True))
     assert infer.find_settings(model, None, None)[0] == of_run
     assert infer.find_settings(model, 0, 5)[0] == of_run | {"max_turns": 0, "topk": 5}

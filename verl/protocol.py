@@ -275,7 +275,8 @@ class DataProto(VerlBatchMethods):
         """
         if len(self) and len(other) and len(self) != len(other):
             raise ValueError(f"cannot join the columns of {len(self)} rows and of {len(other)} rows")
-        mine, theirs = self._tensors(), other._tensors()
+        mine = self._tensors()
+        theirs = other._tensors()
         kinds = (
             (mine, theirs),
             (self.non_tensor_batch, other.non_tensor_batch),
@@ -324,7 +325,8 @@ class DataProto(VerlBatchMethods):
         """
         if not data:
             raise ValueError("cannot concat an empty list of batches")
-        tensors, objects = [part._tensors() for part in data], [part.non_tensor_batch for part in data]
+        tensors = [part._tensors() for part in data]
+        objects = [part.non_tensor_batch for part in data]
         for i, names in enumerate([*a, *b] for a, b in zip(tensors, objects, strict=True)):
             if set(names) != {*tensors[0], *objects[0]}:
                 first = sorted([*tensors[0], *objects[0]])

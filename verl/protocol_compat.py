@@ -33,7 +33,8 @@ class VerlBatchMethods:
         num_rows = len(self)
         source = num_rows - 1 if padding_candidate == "last" else 0
         padded = self[[*range(num_rows), *[source] * padding_size]]
-        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+        self.batch = padded.batch
+        self.non_tensor_batch = padded.non_tensor_batch
 
     def make_iterator(
         self: Any, mini_batch_size: int, epochs: int, seed: int | None = None, shuffle: bool = False
@@ -55,7 +56,8 @@ class VerlBatchMethods:
     def reorder(self: Any, indices: torch.Tensor) -> None:
         """Puts the rows in the order `indices` [N] int64, in place."""
         moved = self[indices]
-        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
+        self.batch = moved.batch
+        self.non_tensor_batch = moved.non_tensor_batch
 
     def rename(self: Any, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Any:
         """Renames tensors in place; returns self."""

@@ -72,13 +72,17 @@ class Place:
         if (folder / "tokenizer.json").exists():
             return folder
         hidden, intermediate, layers, heads, groups = QWEN[shape]
+        if shape == "tiny":
+            vocab_size = 2000
+        else:
+            vocab_size = 152064 if shape in UNTIED else 151936
         config = Qwen2Config(
             hidden_size=hidden,
             intermediate_size=intermediate,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=groups,
-            vocab_size=2000 if shape == "tiny" else 152064 if shape in UNTIED else 151936,
+            vocab_size=vocab_size,
             tie_word_embeddings=shape not in UNTIED,
             max_position_embeddings=32768,
             eos_token_id=1,

@@ -59,7 +59,10 @@ class SearchTool:
 
     def __init__(self, url: str, topk: int, tokenizer: Any, longest: int) -> None:
         address = urlsplit(url)
-        self._topk, self._path, self._tokenizer, self._longest = topk, address.path, tokenizer, longest
+        self._topk = topk
+        self._path = address.path
+        self._tokenizer = tokenizer
+        self._longest = longest
         self._connection = HTTPConnection(address.netloc, timeout=60)
 
     def search(self, query: str) -> str:
@@ -90,7 +93,8 @@ class StepWriter(TrainerCallback):
         line = {"sampled_tokens": mean(self.sampled), "context_tokens": mean(self.contexts)}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self.sampled, self.contexts = [], []
+        self.sampled = []
+        self.contexts = []
         return control
 
 
@@ -107,11 +111,13 @@ def exact_match(text: str, golden: list[str]) -> float:
 
 def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    way, max_new_tokens = task["way"], task["max_response_length"]
+    way = task["way"]
+    max_new_tokens = task["max_response_length"]
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype)
-    tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
     RESPONSE_TEMPLATE["fields"]["content"]["close"] = tokenizer.eos_token
     # A template's text gets no special tokens; a model that expects one at the beginning of a text needs it.
     begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids == [tokenizer.bos_token_id]
@@ -180,7 +186,8 @@ def main(task: dict[str, Any]) -> None:
             tools=[search.search],
             callbacks=[writer],
         )
-        generate, generate_turn = trainer._generate, trainer._generate_single_turn
+        generate = trainer._generate
+        generate_turn = trainer._generate_single_turn
 
         def without_padding(*arguments: Any, **options: Any) -> Any:
             turns, log_probs = generate_turn(*arguments, **options)
@@ -191,7 +198,8 @@ def main(task: dict[str, Any]) -> None:
             writer.sampled += [sum(mask) for mask in output[2]]
             return output
 
-        trainer._generate, trainer._generate_single_turn = noted, without_padding
+        trainer._generate = noted
+        trainer._generate_single_turn = without_padding
         trainer.train()
 
 

@@ -47,7 +47,8 @@ def run_load(
     first: how many lines of the file were asked before; no text is asked twice: after the last line
     come the same lines with their words rotated. Raises RuntimeError for a reply that is not a 200.
     """
-    (port, pid), lines = server, queries.read_text(encoding="utf-8").splitlines()
+    port, pid = server
+    lines = queries.read_text(encoding="utf-8").splitlines()
     asked = first
 
     def new_request() -> bytes:
@@ -64,7 +65,8 @@ def run_load(
         return f"{HEAD}{len(body)}\r\n\r\n{body}".encode("ascii")
 
     latencies: list[float] = []
-    cpu_before, start = cpu_seconds(pid), time.perf_counter()
+    cpu_before = cpu_seconds(pid)
+    start = time.perf_counter()
     with selectors.DefaultSelector() as selector:
         for _ in range(clients):
             connection = socket.create_connection(("127.0.0.1", port), timeout=REPLY_TIMEOUT)
@@ -76,7 +78,8 @@ def run_load(
             if not ready:
                 raise RuntimeError(f"no reply for {REPLY_TIMEOUT:.0f} s")
             for key, _ in ready:
-                state, connection = key.data, key.fileobj
+                state = key.data
+                connection = key.fileobj
                 data = connection.recv(2**18)  # type: ignore[union-attr]
                 state[1] += data
                 head, separator, body = state[1].partition(b"\r\n\r\n")
@@ -93,7 +96,8 @@ def run_load(
                 else:
                     selector.unregister(connection)
                     connection.close()  # type: ignore[union-attr]
-    wall, server_cpu = time.perf_counter() - start, cpu_seconds(pid) - cpu_before
+    wall = time.perf_counter() - start
+    server_cpu = cpu_seconds(pid) - cpu_before
     return {
         "queries": asked - first,
         "queries_per_s": (asked - first) / wall,

@@ -21,7 +21,9 @@ def train_microworld(
     """(sampled EM at the end, seconds of each step, of the whole run) with the shipped settings and these; on
     CPU two steps and 8 test questions. work: for the world, the run and its logs. RuntimeError: it failed.
     """
-    world, run, log = work / "microworld", work / f"run-{name}", work / f"{name}.log"
+    world = work / "microworld"
+    run = work / f"run-{name}"
+    log = work / f"{name}.log"
     shutil.rmtree(run, ignore_errors=True)  # of an earlier measurement
     if not (world / "corpus.jsonl").exists():
         write_world(0, world, num_train=4096, num_test=400, num_3hop=200)

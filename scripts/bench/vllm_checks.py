@@ -38,9 +38,11 @@ def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure, 
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.sample.sampler import Sampler
 
-    llm, slots = engine._llm, engine._scheduler.kv_cache_manager
+    llm = engine._llm
+    slots = engine._scheduler.kv_cache_manager
     runner = llm.model_executor.driver_worker.worker.model_runner
-    sampler, seldom = runner.sampler, slots.__dict__.pop("allocate_slots", slots.allocate_slots)
+    sampler = runner.sampler
+    seldom = slots.__dict__.pop("allocate_slots", slots.allocate_slots)
     runner.sampler = Sampler(logprobs_mode="processed_logprobs")
     for seed in range(sessions):
         params = VllmSamplingParams(
@@ -57,7 +59,8 @@ def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure, 
         return measure(llm.step)
     finally:
         llm.abort_request([str(seed) for seed in range(sessions)])
-        runner.sampler, slots.allocate_slots = sampler, seldom
+        runner.sampler = sampler
+        slots.allocate_slots = seldom
 
 
 def decode(place: Place) -> Iterator[Line]:
@@ -75,9 +78,11 @@ def decode(place: Place) -> Iterator[Line]:
             step()
         return time.perf_counter() - begun
 
-    length, rounds = steps + 40, 3
+    length = steps + 40
+    rounds = 3
     ways = (our_way, partial(their_way, seeded=False), their_way)
-    rates, tokens = [], []
+    rates = []
+    tokens = []
     for name, ahead in (("decode", False), ("decode ahead", True)):
         sizes |= {"max_model_len": length, "max_num_seqs": sessions, "async_scheduling": ahead}
         engine = VllmEngine(place.model(), dtype="bfloat16", **sizes)

@@ -45,7 +45,8 @@ def parse_action(text: str, do_search: bool = True) -> tuple[str, str]:
     ("invalid", ""): also for a search without a query. Without `do_search` only answers count.
     """
     for match in _ACTION.finditer(text):
-        kind, content = match[1], match[2].strip()
+        kind = match[1]
+        content = match[2].strip()
         if kind == "answer" or (do_search and content):
             return kind, content
         if do_search:
@@ -67,7 +68,8 @@ def format_observation(documents: Sequence[FoundDocument]) -> str:
 
 def _under_way(query: str, documents: Future[list[FoundDocument]]) -> ActionUnderWay:
     """A query that was sent just now; comes to an observation with the documents, or to EpisodeFailed."""
-    started, finished = time.perf_counter(), list[float]()
+    started = time.perf_counter()
+    finished = list[float]()
     documents.add_done_callback(lambda _: finished.append(time.perf_counter()))
 
     def output(done: Future[list[FoundDocument]]) -> BaseTextEnvStepOutput:
@@ -116,7 +118,8 @@ class SearchEnvironment(BaseTextEnv):
         self.client, self.topk, self.do_search = (env_config[key] for key in ("client", "topk", "do_search"))
         self.control: Mapping[str, Any] | None = (extras or {}).get("retriever")
         if not self.do_search:
-            self.max_turns, self.stop = 0, self.stop[1:]
+            self.max_turns = 0
+            self.stop = self.stop[1:]
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         result = self.step_many([self], [action])[0]
@@ -263,7 +266,8 @@ class LLMGenerationManager(EnvironmentAgent):
         brought an answer, their mean seconds, failed_requests; failovers (searches answered by another server
         than was asked first). wait_seconds/*: from a trajectory's query to its documents.
         """
-        client, before = self.search_client, self._counts
+        client = self.search_client
+        before = self._counts
         self._counts = {} if client is None else client.statistics()
         metrics: dict[str, Any] = {name: n - before.get(name, 0.0) for name, n in self._counts.items()}
         if metrics:
@@ -287,7 +291,9 @@ def build_agent(
 
     Raises ValueError for an address or a proxy that can't be used.
     """
-    data, rollout, retriever = config.data, config.actor_rollout_ref.rollout, config.retriever
+    data = config.data
+    rollout = config.actor_rollout_ref.rollout
+    retriever = config.retriever
     lengths = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
     pace = ("search_delay_steps", "max_in_flight", "straggler_factor")
     sampling = ("temperature", "top_p", "top_k", "min_p")
@@ -299,7 +305,8 @@ def build_agent(
         **{name: data[name] for name in lengths},
         **{name: rollout[name] for name in (*pace, *sampling)},
     )
-    client, place = None, (retriever.url, retriever.topk, retriever.timeout)
+    client = None
+    place = (retriever.url, retriever.topk, retriever.timeout)
     if config.do_search:
         client = SearchClient(*place, api_key=api_key, use_proxy=retriever.use_proxy)
     url = config.verifiers.code.api_url

@@ -62,7 +62,8 @@ class SearchClient:
         if not (key.isascii() and key.isprintable()):
             raise ValueError(f"{API_KEY_VARIABLE}: found a key with other than printable ASCII characters")
         self.urls = parse_urls(urls)
-        self.topk, self.timeout = topk, timeout
+        self.topk = topk
+        self.timeout = timeout
         try:
             http = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -119,7 +120,8 @@ class SearchClient:
     def close(self) -> None:
         """Ends requests and the thread at once; searches that still wait fail. May be called twice."""
         with self._lock:
-            was_closed, self._closed = self._closed, True
+            was_closed = self._closed
+            self._closed = True
         if self._thread is None or was_closed or self._process != os.getpid():
             return
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -147,7 +149,8 @@ class SearchClient:
         started = threading.Event()
 
         async def run() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            self._loop = asyncio.get_running_loop()
+            self._stop = asyncio.Event()
             started.set()
             await self._stop.wait()
             await self._dispatcher.close()

@@ -25,7 +25,8 @@ from search_r1.search.retriever import Document
 
 CHECK_BYTES = 256 * 2**20  # files up to here are checked whole when they are opened, in about a second
 READ_BYTES = 8 * 2**20
-FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 512, 128 * 2**10
+FINGERPRINT_BLOCKS = 512
+FINGERPRINT_BLOCK_BYTES = 128 * 2**10
 EXAMPLE = '{"id": "7", "contents": "\\"Title\\"\\ntext"}'
 
 
@@ -55,7 +56,10 @@ class Corpus:
 
     def __init__(self, file: IO[bytes], starts: np.ndarray, num_blank_lines: int, path: Path) -> None:
         """Use `open`. `starts`, `num_blank_lines`: see `find_rows`."""
-        self._file, self.starts, self.num_blank_lines, self.path = file, starts, num_blank_lines, path
+        self._file = file
+        self.starts = starts
+        self.num_blank_lines = num_blank_lines
+        self.path = path
         self.num_bytes = int(starts[-1])
         self._is_checked = False
 
@@ -95,7 +99,8 @@ class Corpus:
     def rows(self, numbers: Sequence[int] | np.ndarray) -> list[Document]:
         """The documents of these rows, in this order. Raises IndexError for a row that isn't there (also a
         negative one), ValueError for a broken line and for a file that was changed since it was opened."""
-        start_of, num_rows = self.starts.item, len(self)
+        start_of = self.starts.item
+        num_rows = len(self)
         documents = []
         for number in numbers:
             row = int(number)
@@ -172,7 +177,8 @@ def file_identity(path: str | Path) -> dict[str, Any]:
 
 
 def _sample_sha256(file: IO[bytes], num_bytes: int) -> str:
-    width, begins = FINGERPRINT_BLOCK_BYTES, [0]
+    width = FINGERPRINT_BLOCK_BYTES
+    begins = [0]
     if num_bytes <= FINGERPRINT_BLOCKS * width:
         width = num_bytes
     else:

@@ -22,7 +22,8 @@ from search_r1.search.long_work import Progress
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SIDECAR_FORMAT = 0x5352_4F46_0001  # "SROF", version 1
 BLOCK_BYTES = 16 * 2**20
-NEWLINE, BRACE = 10, 123
+NEWLINE = 10
+BRACE = 123
 
 
 def sidecar_path(corpus: Path) -> Path:

@@ -42,9 +42,13 @@ MIN_SHARE = 32  # fewer waiting queries than this are not dealt out over several
 MAX_REPLY_BYTES = 256 * 2**20
 SLOTS = 2  # requests that one address gets at a time: while it works on one, the next is on its way
 SINGLE_QUERY_SLOTS = 16  # the same for an address that takes a single query in each request
-FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0  # seconds for an address that fails, or a query that breaks its requests
+# seconds for an address that fails, or a query that breaks its requests
+FIRST_PAUSE = 0.1
+MAX_PAUSE = 2.0
 MAX_TOLD_PAUSE = 60.0  # seconds; the most that a server's Retry-After is believed
-MIN_PATIENCE, USUAL_TIMES = 1.0, 10.0  # another address is asked after 10 times the usual seconds, 1 at least
+# another address is asked after 10 times the usual seconds, 1 at least
+MIN_PATIENCE = 1.0
+USUAL_TIMES = 10.0
 
 Key: TypeAlias = tuple[str, int]  # query, topk
 Documents: TypeAlias = list[FoundDocument]
@@ -82,7 +86,10 @@ class _Address:
         return self.in_flight < (SINGLE_QUERY_SLOTS if self.takes_single_query else SLOTS)
 
     def revive(self) -> None:  # it answered
-        self.num_failures, self.paused_until, self.problem, self.is_unreachable = 0, 0.0, "", False
+        self.num_failures = 0
+        self.paused_until = 0.0
+        self.problem = ""
+        self.is_unreachable = False
 
 
 @dataclass(eq=False)
@@ -120,9 +127,11 @@ class Dispatcher:
         self, urls: list[str], http: httpx.AsyncClient, timeout: float, keep: Callable[[Key, Documents], None]
     ) -> None:
         """`timeout`: seconds that a search may take. `keep` is told every answer."""
-        self.addresses, self.timeout = [_Address(url) for url in urls], timeout
+        self.addresses = [_Address(url) for url in urls]
+        self.timeout = timeout
         self.statistics: dict[str, float] = dict(STATISTICS)
-        self._http, self._keep = http, keep
+        self._http = http
+        self._keep = keep
         self._open: dict[Key, _Search] = {}
         self._waiting: OrderedDict[_Search, None] = OrderedDict()  # to be sent, in this order
         self._wake: asyncio.TimerHandle | None = None
@@ -239,8 +248,10 @@ class Dispatcher:
         fields: dict[str, object] = {"queries": queries, "topk": topk, "return_scores": True}
         if request.is_single:
             fields["query"] = queries[0]  # beside `queries`: another server may stand there by now
-        url, content = request.address.url, json.dumps(fields).encode("ascii")
-        headers, body = {"Content-Type": "application/json"}, bytearray()
+        url = request.address.url
+        content = json.dumps(fields).encode("ascii")
+        headers = {"Content-Type": "application/json"}
+        body = bytearray()
         async with self._http.stream("POST", url, content=content, headers=headers) as response:
             async for chunk in response.aiter_bytes():
                 body += chunk
@@ -260,7 +271,8 @@ class Dispatcher:
     # ---- what came back
 
     def _ended(self, request: _PostedBatch, task: asyncio.Task[tuple[httpx.Response, bytes]]) -> None:
-        address, searches = request.address, request.searches
+        address = request.address
+        searches = request.searches
         request.timer.cancel()
         if not request.is_overdue:
             address.in_flight -= 1
@@ -287,7 +299,9 @@ class Dispatcher:
         self._dispatch()
 
     def _refused(self, request: _PostedBatch, response: httpx.Response, body: bytes) -> None:
-        address, searches, status = request.address, request.searches, response.status_code
+        address = request.address
+        searches = request.searches
+        status = response.status_code
         problem = f"{address.name} answered {status}: {error_text(body)}"
         if status >= 500 or status in (408, 429):
             self._failed(request, problem, retry_after(response.headers))
@@ -328,14 +342,16 @@ class Dispatcher:
     def _failed(self, request: _PostedBatch, problem: str, told_pause: float | None = None) -> None:
         """Leaves an address alone for a while, for `told_pause` seconds at least."""
         self.statistics["failed_requests"] += 1
-        now, address = _loop().time(), request.address
+        now = _loop().time()
+        address = request.address
         pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(address.num_failures, 10))
         pause *= self._jitter.uniform(0.5, 1.0)
         if told_pause is not None:  # never earlier, and not with everybody else at the same moment
             pause = max(pause, min(told_pause, MAX_TOLD_PAUSE) * self._jitter.uniform(1.0, 1.1))
         address.num_failures += 1
         address.paused_until = max(address.paused_until, now + pause)
-        address.problem, address.is_unreachable = problem, False
+        address.problem = problem
+        address.is_unreachable = False
         address.takes_single_query = False  # another server may come up there
         for search in request.searches:
             search.problem = problem

@@ -33,7 +33,8 @@ class HybridRetriever:
             raise ValueError(f"hybrid: the backends hold different corpora ({sizes} documents)")
         self.name = "+".join(retriever.name for retriever in retrievers)
         self.num_documents = counts.pop() if counts else None
-        self._retrievers, self._depth = retrievers, depth
+        self._retrievers = retrievers
+        self._depth = depth
         self._threads = ThreadPoolExecutor(len(retrievers), thread_name_prefix="hybrid")
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:

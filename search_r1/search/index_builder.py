@@ -90,7 +90,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def _check_method(arguments: argparse.Namespace) -> None:
     if not arguments.retrieval_method:
         raise ValueError("--retrieval_method is missing: bm25, lucene, or the name of a dense encoder")
-    method, given = arguments.retrieval_method.lower(), f"found {arguments.retrieval_method!r}"
+    method = arguments.retrieval_method.lower()
+    given = f"found {arguments.retrieval_method!r}"
     if method in SPARSE:
         return check_packages(method)
     if method in ONLINE or "+" in method or "/" in method:
@@ -138,7 +139,8 @@ def check_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusR
 
 def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
     """The indexes to build, in this order. Raises ValueError for vectors of another corpus."""
-    method, folder = arguments.retrieval_method.lower(), Path(arguments.save_dir)
+    method = arguments.retrieval_method.lower()
+    folder = Path(arguments.save_dir)
     num_processes = arguments.num_processes or min(len(os.sched_getaffinity(0)), 8)
 
     def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -182,7 +184,8 @@ def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
             "max_passage_length": arguments.max_length,
             "dtype": None if arguments.use_fp16 else dtype,  # None: the best half precision of the device
         }
-        name, model = arguments.retrieval_method, arguments.model_path or DEFAULT_MODELS[method]
+        name = arguments.retrieval_method
+        model = arguments.model_path or DEFAULT_MODELS[method]
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
         encoders = [Encoder(name, model, device, **options) for device in devices]
         return write_embeddings(corpus, folder, encoders, dtype, progress, vectors)
@@ -241,15 +244,19 @@ def main(argv: list[str] | None = None) -> int:
         run(arguments, [*PROGRAM, *words])
         return 0
     except KeyboardInterrupt:
-        message, status = f"stopped; {again}", 130
+        message = f"stopped; {again}"
+        status = 130
     except ValueError as error:
-        message, status = f"error: {error}", 2
+        message = f"error: {error}"
+        status = 2
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        message, status = f"error: {error.strerror or error}{where}; mend this, and {again}", 1
+        message = f"error: {error.strerror or error}{where}; mend this, and {again}"
+        status = 1
     except (MemoryError, BrokenProcessPool):
         remedy = f"Give fewer --num_processes or a lower --memory_limit_gb; {again}"
-        message, status = f"error: out of memory: a process was killed, or an allocation failed. {remedy}", 1
+        message = f"error: out of memory: a process was killed, or an allocation failed. {remedy}"
+        status = 1
     finally:
         signal.signal(signal.SIGTERM, before)
     report(message)

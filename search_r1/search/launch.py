@@ -183,7 +183,8 @@ def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Sea
             from search_r1.search.rerank import CrossEncoder, RerankRetriever
 
             report(f"loading the reranker {arguments.reranker_model}")
-            batch_size, max_length = arguments.reranker_batch_size, arguments.reranker_max_length
+            batch_size = arguments.reranker_batch_size
+            max_length = arguments.reranker_max_length
             encoder = CrossEncoder(arguments.reranker_model, batch_size, max_length, arguments.device)
             backend = RerankRetriever(backend, encoder, arguments.retrieval_topk)
         opened.pop_all()
@@ -203,7 +204,9 @@ def _open_backend(
         engine = online_engine(plan.kind, arguments)
         return OnlineRetriever(engine, arguments.search_rate, arguments.search_timeout)
     assert corpus is not None  # check_backend_arguments asks for it
-    path, num_threads, manifest = plan.index_path, arguments.num_threads, None
+    path = plan.index_path
+    num_threads = arguments.num_threads
+    manifest = None
     if path is not None:
         manifest = check_manifest(path, corpus, plan.kind, full=arguments.verify, progress=progress)
     if arguments.verify and manifest is None:
@@ -224,11 +227,13 @@ def _open_backend(
 
     assert path is not None
     settings = manifest.parameters["encoder"] if manifest is not None else None
-    pooling, length = arguments.pooling_method, arguments.query_max_length
+    pooling = arguments.pooling_method
+    length = arguments.query_max_length
     encoder = Encoder(plan.name, plan.model, arguments.device, pooling, length, index_settings=settings)
     for line in (*encoder.notes, encoder.describe()):
         report(line)
-    gpu, nprobe = arguments.faiss_gpu, arguments.faiss_nprobe
+    gpu = arguments.faiss_gpu
+    nprobe = arguments.faiss_nprobe
     return DenseRetriever(corpus, path, encoder, num_threads, report, faiss_gpu=gpu, faiss_nprobe=nprobe)
 
 

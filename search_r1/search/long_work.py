@@ -17,13 +17,19 @@ Progress = Callable[[str, int, int], None]
 def progress_lines(report: Callable[[str], None]) -> Progress:
     """A Progress that reports now and then, and when a stage ends that took long: "bm25: 1,200,000 of
     21,015,324 (5.7%), 31,002 a second, 10.7 min left". The rate is of work done in this process."""
-    current, begun, shown, done_before = "", 0.0, 0.0, 0
+    current = ""
+    begun = 0.0
+    shown = 0.0
+    done_before = 0
 
     def progress(stage: str, done: int, total: int) -> None:
         nonlocal current, begun, shown, done_before
         now = time.monotonic()
         if stage != current:
-            current, begun, shown, done_before = stage, now, now, done
+            current = stage
+            begun = now
+            shown = now
+            done_before = done
         seconds = now - begun
         if now - shown < SECONDS and (done < total or seconds < SECONDS):
             return

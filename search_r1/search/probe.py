@@ -21,7 +21,8 @@ from search_r1.search.client import SearchClient, SearchError, parse_urls
 from search_r1.search.corpus import file_identity
 from search_r1.search.manifest import check_files, read_manifest
 
-HEALTH_SECONDS, SEARCH_SECONDS = 2.0, 10.0
+HEALTH_SECONDS = 2.0
+SEARCH_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class RetrievalProbe:
         """Asks each server for its health and one search, all at once. ValueError: an address is none."""
 
         def look(url: str) -> ServerState:
-            split, problem = urlsplit(url), None
+            split = urlsplit(url)
+            problem = None
             with SearchClient([url], topk, min(SEARCH_SECONDS, timeout), use_proxy=use_proxy) as client:
                 try:
                     client.batch_search(["is anybody there?"])

@@ -38,7 +38,8 @@ def parse_document(item: object) -> FoundDocument:
     """A document from what servers send: `{"document": ..., "score": s}`, the document alone, or a string."""
     score = None
     if isinstance(item, dict) and "document" in item:
-        score, item = item.get("score"), item["document"]
+        score = item.get("score")
+        item = item["document"]
     contents = item.get("contents") if isinstance(item, dict) else item
     if not isinstance(contents, str):
         what = f"fields {sorted(item)}" if isinstance(item, dict) else f"a {type(item).__name__}"

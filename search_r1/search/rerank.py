@@ -29,7 +29,8 @@ class CrossEncoder:
         """`batch_size`: pairs at once. `max_length`: tokens of a pair. `device`: "cpu", "cuda", ...; None:
         the first GPU if there is one. Raises ValueError for a model that can't be read or is no
         cross-encoder."""
-        self.model, self._batch_size = model, batch_size
+        self.model = model
+        self._batch_size = batch_size
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
             load = AutoModelForSequenceClassification.from_pretrained
@@ -90,7 +91,9 @@ class RerankRetriever:
 
     def __init__(self, inner: SearchBackend, encoder: CrossEncoder, retrieval_topk: int = 10) -> None:
         """`retrieval_topk`: documents read for each query, or more when a query wants more."""
-        self._inner, self._encoder, self._depth = inner, encoder, retrieval_topk
+        self._inner = inner
+        self._encoder = encoder
+        self._depth = retrieval_topk
         self.name = f"{inner.name}+rerank"
         self.num_documents = inner.num_documents
 

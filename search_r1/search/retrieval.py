@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--faiss_gpu", help="no effect: a GPU is used if there is one")
     add("--retrieval_use_fp16", action="store_true", help="no effect: as the device has it")
     arguments = parser.parse_args(argv)
-    method, folder = arguments.retrieval_method, Path(arguments.index_path)
+    method = arguments.retrieval_method
+    folder = Path(arguments.index_path)
     flags = {
         "--retriever_name": method,
         "--corpus_path": arguments.corpus_path,

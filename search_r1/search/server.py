@@ -89,7 +89,8 @@ def create_service(arguments: argparse.Namespace) -> RetrievalService:
             )
         return retriever
 
-    name, key = arguments.retriever_name.lower(), arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
+    name = arguments.retriever_name.lower()
+    key = arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
     service = RetrievalService(
         load, arguments.corpus_path, name, arguments.topk, settings, api_key=key.strip() or None
     )
@@ -138,7 +139,9 @@ def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -
     service.start_loading().join()
     if service.error is not None:
         return print_error(service.error)
-    health, stopped, spawn = service.health(), threading.Event(), multiprocessing.get_context("spawn")
+    health = service.health()
+    stopped = threading.Event()
+    spawn = multiprocessing.get_context("spawn")
     service.close()
 
     def begin() -> SpawnProcess:
@@ -150,7 +153,9 @@ def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -
         os.environ[FOLDER_VARIABLE] = folder
         for number in SIGNALS:
             signal.signal(number, lambda *_: stopped.set())
-        workers, told, status = list[SpawnProcess](), False, 0
+        workers = list[SpawnProcess]()
+        told = False
+        status = 0
         try:
             workers += [begin() for _ in range(arguments.workers)]
             while not stopped.is_set() and status == 0:

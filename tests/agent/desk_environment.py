@@ -52,7 +52,8 @@ class Desk(BaseTextEnv):
 
     def __init__(self, env_config=None, extras=None):
         super().__init__()
-        self.words, self.closed = extras["words"], False
+        self.words = extras["words"]
+        self.closed = False
 
     def step(self, action):
         call = CALL.search(action)
@@ -69,7 +70,8 @@ class Desk(BaseTextEnv):
         }
 
     def answer(self, call):
-        name, arguments = call["name"], call["arguments"]
+        name = call["name"]
+        arguments = call["arguments"]
         if arguments.get("id") == 999:
             return ABSENT[self.words % len(ABSENT)]
         if name == "close_ticket" and set(arguments) != {"id", "reason"}:

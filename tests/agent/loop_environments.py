@@ -21,7 +21,8 @@ class Counting(BaseTextEnv):
 
     def __init__(self, env_config=None, extras=None):
         super().__init__()
-        self.row, self.env_config = extras or {}, env_config or {}
+        self.row = extras or {}
+        self.env_config = env_config or {}
         if "stop" in self.row:
             self.stop = self.row["stop"]
         if self.mood == "unmade":

@@ -61,8 +61,10 @@ class ScriptedEngine:
         num_slots: int = 1000,
         max_model_len: int = 100_000,
     ) -> None:
-        self.tokenizer, self.script = tokenizer, script
-        self.num_slots, self.max_model_len = num_slots, max_model_len
+        self.tokenizer = tokenizer
+        self.script = script
+        self.num_slots = num_slots
+        self.max_model_len = max_model_len
         self.sessions: dict[int, _Session] = {}
         self.calls: list[tuple[str, int, str]] = []
         self.params: list[SamplingParams] = []  # of every turn, in the order they were asked for
@@ -139,11 +141,13 @@ class ScriptedEngine:
         said = self.script(session.prompt, session.num_turns)
         ids = self.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else list(said)
         session.to_write = [*ids, self.tokenizer.eos_token_id]
-        session.written, session.state = [], "running"
+        session.written = []
+        session.state = "running"
         session.num_turns += 1
 
     def _write(self, session_id: int, session: _Session) -> Completion | None:
-        token, params = session.to_write.pop(0), session.params
+        token = session.to_write.pop(0)
+        params = session.params
         if not session.written:
             session.version_first = self.version
         session.written.append(token)
@@ -179,7 +183,8 @@ class MemorySearch:
     def __init__(self, held: set[str] | None = None, text: str = "about") -> None:
         self.posts: list[list[str]] = []
         self.topk: int | None = None
-        self.held, self.text = held or set(), text
+        self.held = held or set()
+        self.text = text
         self._waiting: dict[str, Future[list[FoundDocument]]] = {}
 
     def submit(self, queries: Sequence[str], topk: int | None = None) -> list[Future[list[FoundDocument]]]:

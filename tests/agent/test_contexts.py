@@ -59,7 +59,8 @@ def generated():
 
 def contexts_of(rows, row: int) -> list[slice]:
     """Columns of input_ids of each context of a row."""
-    record, width = rows.non_tensor_batch["trajectory"][row], rows.tensors["prompts"].shape[1]
+    record = rows.non_tensor_batch["trajectory"][row]
+    width = rows.tensors["prompts"].shape[1]
     real = rows.tensors["attention_mask"][row].nonzero().squeeze(1)
     starts = [int(real[0]), *(width + start for start in record["contexts"])]
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], int(real[-1]) + 1], strict=True)]
@@ -112,7 +113,8 @@ def test_contexts_of_a_row_are_packed_as_rows_of_their_own(generated, padded):
 
 def test_observations_can_be_learnt_but_for_what_nothing_predicts(generated):
     _, rows = generated
-    mask, width = rows.tensors["response_mask"].bool(), rows.tensors["responses"].shape[1]
+    mask = rows.tensors["response_mask"].bool()
+    width = rows.tensors["responses"].shape[1]
     others = rows.tensors["attention_mask"][:, -width:].bool() & ~mask
     pack = pack_rows({**dict(rows.tensors.items()), "extra_loss_mask": others}, [0, 1, 2], "cpu")
     for row in range(3):

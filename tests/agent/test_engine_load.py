@@ -64,7 +64,8 @@ def batch_metrics(*texts: str) -> DataProto:
 
 
 def test_a_batch_carries_its_engines_figures_and_those_of_several_processes_are_averaged():
-    one, two = batch_metrics("a", "b"), batch_metrics("a", "b", "c", "d")
+    one = batch_metrics("a", "b")
+    two = batch_metrics("a", "b", "c", "d")
     sampled = int(one.tensors["response_mask"].sum())
     assert one.meta_info["metrics"]["rollout/generated_tokens"] == sampled
     assert one.meta_info["metrics"]["rollout/running/max"] == 2.0

@@ -76,7 +76,8 @@ def test_an_episode_goes_on_until_the_environment_ends_it(name):
 
 
 def test_where_an_environment_runs_is_its_classs_choice_or_the_configurations():
-    own, main = {}, True
+    own = {}
+    main = True
     for name in ("Counting", "Threaded", "Killable"):
         output, _ = run([(name, {"goal": 1})])
         own[name] = records(output)[0]["turns"][0]["metadata"]["where"]

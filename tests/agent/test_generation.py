@@ -101,7 +101,8 @@ def test_a_stop_token_that_carries_more_text_is_kept_whole():
 
 def test_rule_3_only_sampled_tokens_have_mask_and_log_probs():
     output, _, search = run(turns("<search>x</search>", "<answer>y</answer>"))
-    first, second = len(encode("<search>x</search>")), len(encode("<answer>y</answer>"))
+    first = len(encode("<search>x</search>"))
+    second = len(encode("<answer>y</answer>"))
     observation = len(encode(format_observation(search.documents("x"))))
     mask = output.batch["response_mask"][0]
     assert mask.tolist()[: first + observation + second] == [1] * first + [0] * observation + [1] * second

@@ -132,7 +132,8 @@ def test_rule_10_the_same_seeds_give_the_same_bits_again(output, tokenizer, mode
 def test_equal_trajectories_that_find_the_same_documents_compute_them_once(model, steps_between):
     engine = NativeEngine(model.config, 4, max_model_len=400)
     engine.load_weights(model.state_dict().items(), version=0)
-    prompt, observation = list(range(40)), list(range(100, 220))
+    prompt = list(range(40))
+    observation = list(range(100, 220))
     params = SamplingParams(max_tokens=6, temperature=0.0)
 
     def run_all() -> dict[int, list[int]]:

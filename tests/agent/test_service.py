@@ -65,10 +65,12 @@ def undisturbed(tokenizer, model, url: str) -> list[tuple[Any, ...]]:  # noqa: F
 
 
 def test_rows_that_come_while_others_run_are_what_a_batch_makes_of_them(tokenizer, model, url):  # noqa: F811
-    rows, rng = prompts(tokenizer, QUESTIONS), random.Random(0)
+    rows = prompts(tokenizer, QUESTIONS)
+    rng = random.Random(0)
     with serving(tokenizer, model, url) as (agent, service):
         batch = agent.run_llm_loop(rows)
-        waiting, ended = rows_of(agent, rows), dict[int, Trajectory]()
+        waiting = rows_of(agent, rows)
+        ended = dict[int, Trajectory]()
         while waiting or not service.is_idle:
             while waiting and rng.random() < 0.3:
                 service.add([waiting.pop()])

@@ -36,7 +36,8 @@ def story(*turns_of_text: str):
     """A script that tells these turns, and goes on from where the prompt stops telling them."""
 
     def script(prompt: str, number: int) -> str:
-        done, rest = 0, prompt
+        done = 0
+        rest = prompt
         while done < len(turns_of_text) and turns_of_text[done] in rest:
             rest = rest.split(turns_of_text[done], 1)[1]
             done += 1
@@ -51,7 +52,9 @@ class Batch:
     """Rows (uid, script) on one engine, with `meta_info` and `continuation` as the trainer gives them."""
 
     def __init__(self, rows, config=CONFIG, search=None, version=3, **engine):
-        self.rows, self.config, self.search = rows, config, search or MemorySearch()
+        self.rows = rows
+        self.config = config
+        self.search = search or MemorySearch()
         names = [f"q{row} " for row in range(len(rows))]
         scripts = dict(zip(names, (script for _, script in rows), strict=True))
 

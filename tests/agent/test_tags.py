@@ -37,40 +37,48 @@ def call(name, **arguments):
 
 def episode(rng):
     """(turns that the policy writes, labels) of one forced behaviour, with others mixed in on the way."""
-    turns, labels = [], set()
+    turns = []
+    labels = set()
     ways = rng.sample(["absent", "arguments", "access", "again", "plain", "broken"], rng.randrange(0, 3))
     for way in ways:
         if way == "absent":
-            turns, labels = [*turns, call("get_ticket", id=999)], labels | {"not_found"}
+            turns = [*turns, call("get_ticket", id=999)]
+            labels = labels | {"not_found"}
         elif way == "arguments":
-            turns, labels = [*turns, call("close_ticket", id=8)], labels | {"tool_argument_error"}
+            turns = [*turns, call("close_ticket", id=8)]
+            labels = labels | {"tool_argument_error"}
         elif way == "access":
-            turns, labels = [*turns, call("get_ticket", id=13)], labels | {"authorization_error"}
+            turns = [*turns, call("get_ticket", id=13)]
+            labels = labels | {"authorization_error"}
         elif way == "again":
             number = rng.randrange(20, 30)
             turns += [call("get_ticket", id=number)] * 2
             labels |= {"repeated_action"}
         elif way == "broken":
-            turns, labels = [*turns, '<tool_call>{"name": "get_ticket", "argu'], labels | {"format"}
+            turns = [*turns, '<tool_call>{"name": "get_ticket", "argu']
+            labels = labels | {"format"}
         else:
             turns += [call("get_ticket", id=rng.randrange(30, 40))]
     end = rng.choice(["solve", "claim", "honest", "never", "long", "overflow", "unsure"])
     if end == "solve":
         turns += [call("close_ticket", id=7, reason="done"), rng.choice(CLAIMS)]
     elif end == "claim":
-        turns, labels = [*turns, rng.choice(CLAIMS)], labels | {"false_completion"}
+        turns = [*turns, rng.choice(CLAIMS)]
+        labels = labels | {"false_completion"}
     elif end == "honest":
         turns += [rng.choice(HONEST)]
     elif end == "never":
         turns += [call("get_ticket", id=40 + i) for i in range(6)]
         labels |= {"no_answer"}
     elif end == "long":
-        turns, labels = [*turns, "and so on " * 40], labels | {"truncated", "no_answer"}
+        turns = [*turns, "and so on " * 40]
+        labels = labels | {"truncated", "no_answer"}
     elif end == "overflow":
         turns += [call("get_ticket", id=1000)] + [call("get_ticket", id=50 + i) for i in range(6)]
         labels |= {"context_overflow", "no_answer"}
     else:
-        turns, labels = [*turns, "unsure"], labels | {"unverified"}
+        turns = [*turns, "unsure"]
+        labels = labels | {"unverified"}
     return turns, labels, end
 
 
@@ -82,7 +90,8 @@ def record_of(batch, row, texts, score):
 
 
 def test_300_rollouts_with_known_faults_are_tagged_with_these():
-    rng, tokenizer = random.Random(0), byte_tokenizer()
+    rng = random.Random(0)
+    tokenizer = byte_tokenizer()
     episodes = [episode(rng) for _ in range(300)]
     engine = ScriptedEngine(
         tokenizer, lambda prompt, number: (turns := episodes[int(prompt)][0])[min(number, len(turns) - 1)]
@@ -105,7 +114,10 @@ def test_300_rollouts_with_known_faults_are_tagged_with_these():
         output = agent.run_llm_loop(batch)
     finally:
         agent.close()
-    texts, right, wrong, missed = TokenTexts(tokenizer), Counter(), Counter(), Counter()
+    texts = TokenTexts(tokenizer)
+    right = Counter()
+    wrong = Counter()
+    missed = Counter()
     for row, (_, labels, _) in enumerate(episodes):
         reward = output.non_tensor_batch["trajectory"][row]["env_reward"]
         found = set(tags_of(record_of(output, row, texts, reward)))

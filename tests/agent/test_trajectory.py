@@ -94,8 +94,10 @@ def test_the_search_clients_figures_are_those_of_one_batch():
         def statistics(self):
             return dict(self.counts)
 
-    tokenizer, search = byte_tokenizer(), Search()
-    engine, config = ScriptedEngine(tokenizer, None), GenerationConfig(2, 40, 600, 80, 200)
+    tokenizer = byte_tokenizer()
+    search = Search()
+    engine = ScriptedEngine(tokenizer, None)
+    config = GenerationConfig(2, 40, 600, 80, 200)
     manager = LLMGenerationManager(tokenizer, engine, search, config)
     assert manager.figures([])["retrieval/request_seconds/mean"] == pytest.approx(1 / 3)
     trajectory = example()

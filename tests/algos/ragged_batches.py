@@ -18,8 +18,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-EMPTY, ONE_TOKEN, ONE_TURN, MULTI_TURN = "empty", "one token", "one turn", "multi-turn"
-EQUAL, BINARY, GRADED, DENSE = "equal", "binary", "graded", "dense"
+EMPTY = "empty"
+ONE_TOKEN = "one token"
+ONE_TURN = "one turn"
+MULTI_TURN = "multi-turn"
+EQUAL = "equal"
+BINARY = "binary"
+GRADED = "graded"
+DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ def _row_turns(draw: st.DrawFn) -> list[tuple[int, int]]:
         return [(1, 0)]
     if kind == ONE_TURN:
         return [(draw(st.integers(2, 6)), 0)]
-    sampled, observed = st.integers(1, 4), st.integers(1, 3)
+    sampled = st.integers(1, 4)
+    observed = st.integers(1, 3)
     turns = [(draw(sampled), draw(observed)) for _ in range(draw(st.integers(1, 3)))]
     ends_with_observation = draw(st.booleans())
     return turns if ends_with_observation else [*turns, (draw(sampled), 0)]

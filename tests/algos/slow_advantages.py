@@ -193,13 +193,15 @@ def gdpo(rows):
 
 
 def rae(rows):
-    baselines, keys = rows.extra["baselines"], rows.extra["baseline_keys"]
+    baselines = rows.extra["baselines"]
+    keys = rows.extra["baseline_keys"]
     return by_row(rows, lambda i: rows.scores[i] - baselines.get(keys[i], 0.0))
 
 
 def _token_baseline(rows, positions):
     """positions[i]: column -> place at which it is compared with the other rows."""
-    probs, squares = rows.extra["old_log_probs"], rows.extra["sum_pi_squared"]
+    probs = rows.extra["old_log_probs"]
+    squares = rows.extra["sum_pi_squared"]
     weights = rows.extra["rollout_is_weights"]
     returns = rewards_to_go(rows)
     advantages = [[0.0] * len(row) for row in rows.mask]
@@ -231,7 +233,8 @@ def tir_optimal_token_baseline(rows):
 
 def turns(rows):
     """The advantage of each token's turn against the same turn of the other rows of its group."""
-    turn_ids, rewards = rows.extra["turn_ids"], rows.extra["turn_rewards"]
+    turn_ids = rows.extra["turn_ids"]
+    rewards = rows.extra["turn_rewards"]
     by_std = rows.extra["norm_adv_by_std_in_grpo"]
 
     def rewarded(j):

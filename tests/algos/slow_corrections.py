@@ -79,10 +79,14 @@ def kl_pull(name, log_p, log_q):
 
 def kl_coefficients(start, target, horizon, steps):
     """The adaptive coefficient after each (measured KL, number of trajectories)."""
-    value, seen = start, []
+    value = start
+    seen = []
     for measured, count in steps:
         error = (measured - target) / target
-        error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+        if error > 0.2:
+            error = 0.2
+        if error < -0.2:
+            error = -0.2
         value = value + value * error * (count / horizon if count < horizon else 1)
         seen.append(value)
     return seen
@@ -93,7 +97,9 @@ def kl_coefficients(start, target, horizon, steps):
 
 def entropy_weights(start, target, delta, low, high, entropies):
     """The weight of the bonus in each step, given the entropy measured in each."""
-    coefficient, weights, last = start, [], None
+    coefficient = start
+    weights = []
+    last = None
     for entropy in entropies:
         on = last is None or not last > target
         weights.append(coefficient if on else 0.0)
@@ -103,7 +109,10 @@ def entropy_weights(start, target, delta, low, high, entropies):
             coefficient = coefficient + delta
         elif entropy > target:
             coefficient = coefficient - delta
-        coefficient = low if coefficient < low else high if coefficient > high else coefficient
+        if coefficient < low:
+            coefficient = low
+        if coefficient > high:
+            coefficient = high
         last = entropy
     return weights
 
@@ -113,8 +122,12 @@ def entropy_weights(start, target, delta, low, high, entropies):
 
 def value_loss_of_token(v, target, old, clip):
     moved = v - old
-    moved = clip if moved > clip else -clip if moved < -clip else moved
-    plain, clipped = (v - target) ** 2, (old + moved - target) ** 2
+    if moved > clip:
+        moved = clip
+    if moved < -clip:
+        moved = -clip
+    plain = (v - target) ** 2
+    clipped = (old + moved - target) ** 2
     return (plain if plain > clipped else clipped) / 2, 1.0 if clipped > plain else 0.0
 
 
@@ -157,7 +170,8 @@ def weight_figures(old, rollout, mask, level, threshold):
     raw = [math.exp(min(max(d, -20.0), 20.0)) for row in of_rows for d in row]
     repeats = [len(row) if by_row else 1 for row, units in zip(rows, of_rows, strict=True) for _ in units]
     cut = [min(r, threshold) for r, n in zip(raw, repeats, strict=True) for _ in range(n)]  # of each token
-    average, extremes = mean(cut), raw if by_row else cut
+    average = mean(cut)
+    extremes = raw if by_row else cut
     return {
         "rollout_is_mean": average,
         "rollout_is_std": math.sqrt(mean((w - average) ** 2 for w in cut)),

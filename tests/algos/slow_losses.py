@@ -40,7 +40,8 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 def bounds(config: dict[str, Any]) -> tuple[float, float]:
-    low, high = config["clip_ratio_low"], config["clip_ratio_high"]
+    low = config["clip_ratio_low"]
+    high = config["clip_ratio_high"]
     return (config["clip_ratio"] if low is None else low), (config["clip_ratio"] if high is None else high)
 
 
@@ -48,9 +49,12 @@ def vanilla(row: Row, config: dict[str, Any]) -> Tokens:
     low, high = bounds(config)
     tokens = []
     for t in range(len(row)):
-        advantage, ratio = row.advantages[t], math.exp(row.x[t] - row.old[t])
-        plain, clipped = -advantage * ratio, -advantage * clip(ratio, 1 - low, 1 + high)
-        loss, token = max(plain, clipped), {}
+        advantage = row.advantages[t]
+        ratio = math.exp(row.x[t] - row.old[t])
+        plain = -advantage * ratio
+        clipped = -advantage * clip(ratio, 1 - low, 1 + high)
+        loss = max(plain, clipped)
+        token = {}
         if config["clip_ratio_c"] is not None:
             most = -advantage * config["clip_ratio_c"]
             token["pg_clipfrac_lower"] = float(advantage < 0 and loss > most)
@@ -66,7 +70,8 @@ def gspo(row: Row, config: dict[str, Any]) -> Tokens:
     tokens = []
     for t in range(len(row)):
         s = math.exp(mean) * math.exp(row.x[t]) / math.exp(row.x0[t])
-        plain, clipped = -row.advantages[t] * s, -row.advantages[t] * clip(s, 1 - low, 1 + high)
+        plain = -row.advantages[t] * s
+        clipped = -row.advantages[t] * clip(s, 1 - low, 1 + high)
         tokens.append(
             {
                 "loss": max(plain, clipped) * row.weights[t],
@@ -82,7 +87,9 @@ def geo_mean(row: Row, config: dict[str, Any]) -> Tokens:
         return []
     low, high = bounds(config)
     advantage = sum(row.advantages) / len(row)
-    product, weight, cuts = 1.0, 1.0, []
+    product = 1.0
+    weight = 1.0
+    cuts = []
     for t in range(len(row)):
         log_ratio = row.x[t] - row.old[t]
         kept = log_ratio
@@ -158,7 +165,8 @@ def importance_sampling(row: Row, config: dict[str, Any]) -> Tokens:
 
 
 def ipo(row: Row, config: dict[str, Any]) -> Tokens:
-    settings, tokens = config["policy_loss"], []
+    settings = config["policy_loss"]
+    tokens = []
     for t in range(len(row)):
         far = abs(math.exp(row.x0[t]) - math.exp(row.old[t])) > settings["ipo_eps"]
         loss = 0.0 if far else -row.advantages[t] * math.exp(row.x[t] - row.old[t])
@@ -171,9 +179,12 @@ def ipo(row: Row, config: dict[str, Any]) -> Tokens:
 
 def dppo(row: Row, config: dict[str, Any], distance: Callable[[float, float], float]) -> Tokens:
     low, high = bounds(config)
-    ceiling, tokens = config["clip_ratio_c"], []
+    ceiling = config["clip_ratio_c"]
+    tokens = []
     for t in range(len(row)):
-        p, q, advantage = math.exp(row.x0[t]), math.exp(row.old[t]), row.advantages[t]
+        p = math.exp(row.x0[t])
+        q = math.exp(row.old[t])
+        advantage = row.advantages[t]
         far_up = advantage > 0 and p > q and distance(p, q) > high
         far_down = advantage <= 0 and p < q and distance(p, q) > low
         weight = p / q if ceiling is None else min(p / q, ceiling)
@@ -223,7 +234,8 @@ def dro_sequence(row: Row, config: dict[str, Any]) -> Tokens:
 def clip_cov(row: Row, config: dict[str, Any]) -> Tokens:
     tokens = vanilla(row, config | {"clip_ratio_c": None})
     for token, chosen in zip(tokens, row.chosen, strict=True):
-        token["ppo_clipfrac"], token["pg_clipfrac"] = token["pg_clipfrac"], float(chosen)
+        token["ppo_clipfrac"] = token["pg_clipfrac"]
+        token["pg_clipfrac"] = float(chosen)
         token["loss"] = 0.0 if chosen else token["loss"]
     return tokens
 

@@ -70,7 +70,8 @@ def test_gdpo_keeps_apart_what_grpo_makes_equal():
 
 
 def test_remax_takes_the_greedy_answers_score_off_each_reward_to_go():
-    rewards, mask = torch.tensor([[0.5, 9.0, 1.0]]), torch.tensor([[1, 0, 1]])
+    rewards = torch.tensor([[0.5, 9.0, 1.0]])
+    mask = torch.tensor([[1, 0, 1]])
     advantages, returns = algos.compute_remax_outcome_advantage(rewards, torch.tensor([1.0]), mask)
     assert advantages.tolist() == [[0.5, 0.0, 0.0]] and returns.tolist() == [[1.5, 0.0, 1.0]]
 

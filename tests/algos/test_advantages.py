@@ -81,7 +81,8 @@ def test_rows_without_a_sampled_token_count_nowhere(name, batch, empty_rows):
     inputs = reordered(arguments(batch, name), more)
     inputs["response_mask"] = inputs["response_mask"].clone()
     inputs["response_mask"][batch.num_rows :] = 0
-    padded, bare = compute(name, inputs), compute(name, arguments(batch, name))
+    padded = compute(name, inputs)
+    bare = compute(name, arguments(batch, name))
     for got, wanted in zip(padded, bare, strict=True):
         assert_close(got[: batch.num_rows], wanted, 1e-7)
         assert not got[batch.num_rows :].any()
@@ -139,7 +140,8 @@ def test_an_own_estimator_by_import_path_gets_what_it_names():
 
 
 def test_what_an_estimator_lacks_is_said_by_name():
-    rewards, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    rewards = torch.zeros(2, 3)
+    mask = torch.ones(2, 3)
     with pytest.raises(ValueError, match="'ppo', expected one of .*gae"):
         algos.get_adv_estimator_fn("ppo")
     for name, lacks in (("gae", "values"), ("remax", "reward_baselines"), ("gdpo", "reward_components")):

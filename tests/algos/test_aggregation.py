@@ -46,7 +46,8 @@ def test_value_and_gradient_equal_loops_over_the_sampled_tokens(mode, batch, sca
 def test_shares_of_ranks_add_up_when_each_knows_its_own_rows_and_the_summed_counts(
     mode, batch, num_ranks, seed
 ):
-    losses, mask = batch.randn("losses").double(), batch.response_mask
+    losses = batch.randn("losses").double()
+    mask = batch.response_mask
     whole = algos.agg_loss(losses, mask, mode, algos.LossDenominator.of(mask, batch.uids))
     tokens, rows = algos.prompt_counts(mask, batch.uids)
     order = torch.randperm(batch.num_rows, generator=torch.Generator().manual_seed(seed))

@@ -25,7 +25,8 @@ entropies = st.one_of(st.floats(0, 1), st.sampled_from([0.2, math.nan, math.inf]
 @some_examples
 @given(measured=st.lists(entropies, max_size=30), low=st.sampled_from([0.0, 0.002]), stop=st.integers(0, 30))
 def test_the_adaptive_weight_follows_its_formula_and_survives_a_restart(measured, low, stop):
-    controller, weights = adaptive(low=low), []
+    controller = adaptive(low=low)
+    weights = []
     for number, entropy in enumerate(measured):
         if number == stop:
             saved = json.loads(json.dumps(controller.state_dict()))
@@ -52,7 +53,9 @@ def test_the_bonus_grows_while_the_entropy_is_low_and_is_off_above_the_target():
 
 def test_a_policy_that_loses_its_entropy_is_held_near_the_target():
     """A made-up policy whose entropy sinks by 0.01 a step and rises with the bonus."""
-    controller, entropy, seen = adaptive(coeff=0.0, delta=0.001), 0.8, []
+    controller = adaptive(coeff=0.0, delta=0.001)
+    entropy = 0.8
+    seen = []
     for _ in range(400):
         entropy = max(entropy - 0.01 + controller.value, 0.0)
         controller.update(entropy)

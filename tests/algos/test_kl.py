@@ -32,7 +32,9 @@ def test_value_and_gradient_of_every_estimator_equal_a_float64_loop(name, batch)
     for mode, aggregate in slow.AGGREGATIONS.items():
         loss = algos.compute_kl_loss(policy, reference, batch.response_mask, name, mode)
         (gradient,) = torch.autograd.grad(loss, policy)
-        p, q, mask = policy.tolist(), reference.tolist(), batch.response_mask.tolist()
+        p = policy.tolist()
+        q = reference.tolist()
+        mask = batch.response_mask.tolist()
         values, pulls = (
             [[f(name, *pair) for pair in zip(*row, strict=True)] for row in zip(p, q, strict=True)]
             for f in (slow.kl_value, slow.kl_pull)
@@ -57,7 +59,8 @@ def test_rule_3_nothing_under_the_mask_reaches_the_kl_loss_or_its_gradient(name,
         loss.backward()
         return loss.detach(), log_prob.grad
 
-    clean, dirty = run(policy, reference), run(batch.with_garbage(policy), batch.with_garbage(reference))
+    clean = run(policy, reference)
+    dirty = run(batch.with_garbage(policy), batch.with_garbage(reference))
     assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
     assert torch.equal(clean[1][batch.response_mask == 0], torch.zeros(int((batch.response_mask == 0).sum())))
 
@@ -101,7 +104,8 @@ def expected_gradient(logits, reference, name):
 
 def divergence_gradients(logits, log_q):
     log_p = logits.log_softmax(-1)
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     divergences = {
         "KL(p||q)": (p * (log_p - log_q)).sum(),
         "KL(q||p)": (q * (log_q - log_p)).sum(),
@@ -135,12 +139,14 @@ class TwoTokenPolicy:
 
     def log_probs(self):
         """[9, 2]: of both tokens of trajectory 3 * first + second."""
-        first, second = self.logits[0].log_softmax(-1), self.logits[1:].log_softmax(-1)
+        first = self.logits[0].log_softmax(-1)
+        second = self.logits[1:].log_softmax(-1)
         return torch.stack([first.repeat_interleave(3), second.flatten()], dim=1)
 
 
 def test_k1_in_the_reward_pulls_by_the_whole_trajectorys_kl_and_k2_in_the_loss_by_each_tokens_alone():
-    policy, reference = TwoTokenPolicy(1), TwoTokenPolicy(2).log_probs().detach()
+    policy = TwoTokenPolicy(1)
+    reference = TwoTokenPolicy(2).log_probs().detach()
     log_probs = policy.log_probs()
     p = log_probs.sum(dim=1).exp()
     mask = torch.ones(9, 2)
@@ -233,10 +239,12 @@ def test_adaptive_kl_follows_its_formula_and_survives_a_restart(steps, target, s
     def controller():
         return algos.get_kl_controller(control_block("adaptive", target, 1000.0))
 
-    running, seen = controller(), []
+    running = controller()
+    seen = []
     for number, (measured, count) in enumerate(steps):
         if number == stop:
-            saved, running = running.state_dict(), controller()
+            saved = running.state_dict()
+            running = controller()
             running.load_state_dict(saved)
         running.update(current_kl=measured, n_steps=count)
         seen.append(running.value)

@@ -48,7 +48,8 @@ def test_every_loss_that_the_configuration_can_name_is_tested():
 @given(batch=ragged_batches(), weighted=st.booleans())
 def test_loss_metrics_and_gradient_equal_loops_written_from_the_formula(case, batch, weighted):
     loss_mode, overrides = CASES[case]
-    config, slow = actor_config(**overrides), SLOW_LOSSES[loss_mode]
+    config = actor_config(**overrides)
+    slow = SLOW_LOSSES[loss_mode]
     inputs = LossBatch.of(batch, weighted=weighted)
     rows = inputs.slow_rows()
     tokens = [slow(row, config) for row in rows]
@@ -131,7 +132,8 @@ def test_where_the_ratio_is_1_the_gradient_is_that_of_minus_advantage_times_log_
         advantages=row_advantages if case == "geo_mean" else inputs.advantages,
         selection=inputs.selection if case == "kl_cov" else torch.zeros_like(inputs.selection),
     )
-    mode, denominator = a_mode(batch), whole(inputs, batch)
+    mode = a_mode(batch)
+    denominator = whole(inputs, batch)
     log_prob = inputs.log_prob.clone().requires_grad_()
     algos.agg_loss(-inputs.advantages * log_prob, inputs.mask, mode, denominator).backward()
     _, metrics, gradient = inputs.loss(case, mode, denominator)
@@ -220,7 +222,8 @@ def test_a_users_own_loss_is_taken_by_its_import_path(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     path = "my_own_losses:squares"
-    mask, log_prob = torch.ones(2, 2), torch.full((2, 2), -3.0)
+    mask = torch.ones(2, 2)
+    log_prob = torch.full((2, 2), -3.0)
     loss, metrics = algos.policy_loss(
         path,
         algos.LossInputs(

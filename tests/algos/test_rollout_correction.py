@@ -140,7 +140,8 @@ def test_with_both_remedies_the_weights_mean_is_1_over_what_is_not_rejected(batc
 @some_examples
 @given(batch=ragged_batches())
 def test_a_rejected_token_leaves_the_mask_after_the_advantages_and_what_was_sampled_is_kept(batch):
-    data, sampled = data_of(batch), batch.response_mask
+    data = data_of(batch)
+    sampled = batch.response_mask
     config = OFF | {"rollout_rs": "token", "rollout_rs_threshold": 1.3}
     algos.apply_rollout_correction(data, config)
     assert torch.equal(data.tensors["response_mask"], sampled)  # advantages still see every sampled token
@@ -233,7 +234,8 @@ def two_token_log_probs(seed):
     """(logits [4, 3], log-probs [9, 2] of every trajectory); the second token depends on the first."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_()
-    first, second = logits[0].log_softmax(-1), logits[1:].log_softmax(-1)
+    first = logits[0].log_softmax(-1)
+    second = logits[1:].log_softmax(-1)
     return logits, torch.stack([first.repeat_interleave(3), second.flatten()], dim=1)
 
 

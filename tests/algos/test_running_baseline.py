@@ -22,7 +22,8 @@ def steps_of(batch):
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(batches=st.lists(ragged_batches(), min_size=1, max_size=3), decay=st.sampled_from([0.0, 0.5, 0.95]))
 def test_the_running_mean_takes_in_each_score_as_the_mean_of_its_step(batches, decay):
-    baseline, wanted = algos.RunningBaseline(decay), {}
+    baseline = algos.RunningBaseline(decay)
+    wanted = {}
     for batch in batches:
         rewards, mask, keys = steps_of(batch)
         before = dict(baseline.values)

@@ -49,7 +49,8 @@ def test_turn_rewards_act_as_the_formula_says_with_every_estimator(name, batch, 
 @some
 @given(batch=ragged_batches())
 def test_it_is_off_by_default_to_the_bit(name, batch):
-    with_turns, without = compute(name, turn_arguments(batch, name)), compute(name, arguments(batch, name))
+    with_turns = compute(name, turn_arguments(batch, name))
+    without = compute(name, arguments(batch, name))
     for got, wanted in zip(with_turns, without, strict=True):
         assert torch.equal(got, wanted)
 

@@ -81,8 +81,10 @@ VERL = {
 
 def run(loss_mode, settings, loss_agg_mode="token-mean", advantages=ADVANTAGES):
     """(loss, metrics, gradient) with verl's call; tokens that a loss chooses are chosen beforehand."""
-    config, log_prob = actor_config(**settings), NEW.clone().requires_grad_()
-    select, more = algos.loss_traits(loss_mode).select, {}
+    config = actor_config(**settings)
+    log_prob = NEW.clone().requires_grad_()
+    select = algos.loss_traits(loss_mode).select
+    more = {}
     if select is not None:
         more["selection"] = select(NEW, OLD, advantages, MASK, config, 0)
     loss, metrics = algos.get_policy_loss_fn(loss_mode)(

@@ -107,7 +107,9 @@ class NamespaceNode:
     """One node. Made by `NamespaceNodes`."""
 
     def __init__(self, name: str, address: str, folder: Path, switch: int, pid: int) -> None:
-        self.name, self.address, self.folder = name, address, folder
+        self.name = name
+        self.address = address
+        self.folder = folder
         self.pid = pid
         self._switch = switch
         self._count = itertools.count(1)
@@ -176,7 +178,8 @@ class NamespaceNodes:
         self, names: Sequence[str] | int, folder: Path, shared: Sequence[Path] = (), shm: str = "50%"
     ) -> None:
         self._names = [f"node{i + 1}" for i in range(names)] if isinstance(names, int) else list(names)
-        self._folder, self._shm = folder.resolve(), shm
+        self._folder = folder.resolve()
+        self._shm = shm
         self._shared = [self._folder, REPOSITORY, Path(sys.prefix), *shared]
         self._holders: list[subprocess.Popen] = []
         self._nodes: dict[str, NamespaceNode] = {}

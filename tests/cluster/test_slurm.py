@@ -203,7 +203,8 @@ def test_a_server_that_ends_during_training_is_started_again_on_nodes_that_were_
 def test_a_smoke_job_on_gpus_has_what_the_real_job_has_but_for_its_size(submit, shared):
     """Its training is a program that notes what it is given."""
     (shared / "notes.sh").write_text(f'printf "%s\\n" "$@" >{shared}/noted')
-    flags, model = ["--nodes=1"], "actor_rollout_ref.model.path=/models/7b"
+    flags = ["--nodes=1"]
+    model = "actor_rollout_ref.model.path=/models/7b"
     variables = {"TRAIN_COMMAND": f"bash {shared}/notes.sh", "DOCTOR": "0", "RETRIEVAL_NODES": "0"}
     variables |= {"SMOKE": "gpu", "RETRIEVER_URL": "http://elsewhere:8000/retrieve"}
     status, output = submit("smoke-gpu", "smoke.sbatch", model, flags=flags, **variables).finish()

@@ -23,7 +23,8 @@ SMALL = """
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_a_node_is_cut_off_and_the_run_goes_on_when_it_is_back(tmp_path):
-    world, run_dir = tmp_path / "world", tmp_path / "run"
+    world = tmp_path / "world"
+    run_dir = tmp_path / "run"
     write_world(7, world, num_train=32, num_test=4, num_3hop=2)
     environment = {"DATA_DIR": str(world), "EXPERIMENT_NAME": "node-loss", "SEED": "7"}
     environment |= {"RAY_ADDRESS": f"{HEAD}:6379", "RETRIEVER_URL": URL}

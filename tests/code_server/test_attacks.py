@@ -165,7 +165,8 @@ def test_programs_beside_bombs_are_answered_within_their_limit_and_100_ms(sandbo
     values = dict.fromkeys(("TOKEN", "DIR", "ANSWERS", "REPO", "PORT", "FREE", "PID", "VICTIM"), "1")
     names = ("fork_bomb", "memory_bomb", "memory_bomb_of_many", "fork_bomb_of_sessions")
     bombs = [attack for attack in read_attacks("hostile", NUMBERS, values) if attack.name in names]
-    ended, limit = threading.Event(), 0.4
+    ended = threading.Event()
+    limit = 0.4
 
     def bomb(client: httpx.Client, attack: Attack) -> None:
         while not ended.is_set():

@@ -113,7 +113,8 @@ class NotedPolicy(Policy):
         made = Policy.generate_sequences(self, DataProto(prompts.batch, columns, prompts.meta_info))
         if len(made) > 2 and not prompts.meta_info.get("validate"):
             records = made.non_tensor_batch["trajectory"]
-            records[0]["finish_reason"], records[1]["finish_reason"] = "search_failed", "length"
+            records[0]["finish_reason"] = "search_failed"
+            records[1]["finish_reason"] = "length"
             made.tensors["response_mask"][0] = 0
             for record in records[::2]:
                 record["num_searches"] = 1
@@ -183,11 +184,16 @@ def write_other_model(source: Path, folder: Path) -> None:
 
 def driver(config: Config) -> Any:
     """A whole run of the real trainer over workers that answer at once."""
-    config.trainer.device, config.trainer.backend = "cpu", "local"
+    config.trainer.device = "cpu"
+    config.trainer.backend = "local"
     folder = Path(config.trainer.default_local_dir)
     calls.clear()
-    printed, ended, display, trainer = io.StringIO(), "", "", None
-    classes, draw = main_ppo.worker_classes, recorder.draw_curves
+    printed = io.StringIO()
+    ended = ""
+    display = ""
+    trainer = None
+    classes = main_ppo.worker_classes
+    draw = recorder.draw_curves
     main_ppo.worker_classes = lambda _: (noted(NotedPolicy), noted(NotedCritic))
     recorder.draw_curves = lambda *_: None  # a picture of the metrics, which takes most of the time
     try:
@@ -198,7 +204,8 @@ def driver(config: Config) -> Any:
     except (ValueError, RunStopped) as error:
         ended = str(error)
     finally:
-        main_ppo.worker_classes, recorder.draw_curves = classes, draw
+        main_ppo.worker_classes = classes
+        recorder.draw_curves = draw
         if trainer is not None:
             display = type(trainer.recorder.display).__name__
             trainer.shutdown()
@@ -247,14 +254,16 @@ def critic(config: Config) -> Any:
 
 
 def plan(config: Config) -> Any:
-    config.trainer.device, config.trainer.dry_run_gpu_memory_gb = "cuda", 80
+    config.trainer.device = "cuda"
+    config.trainer.dry_run_gpu_memory_gb = 80
     made = Plan(config, Hardware.of(config))
     return list(report(made)), [(load.host, load.items) for load in made.loads]
 
 
 def agent(config: Config) -> Any:
     """The agent of the run and its search client; the environment names a proxy that can't be used."""
-    tokenizer, no_engine = AutoTokenizer.from_pretrained(BASE_MODEL), SimpleNamespace()
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    no_engine = SimpleNamespace()
     kept = os.environ.get("http_proxy")
     os.environ["http_proxy"] = "ftp://127.0.0.1:1"
     try:
@@ -289,7 +298,8 @@ class Other(Observed):
 def environments(config: Config) -> Any:
     """Two episodes of the run's environment, and what becomes of a batch in which one of four failed."""
     name = config.environment.env_class
-    stage, tokenizer = Environments(config.environment), AutoTokenizer.from_pretrained(BASE_MODEL)
+    stage = Environments(config.environment)
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     codec = Codec(tokenizer, AgentConfig(1, 2, 3, 4, 5), config.environment.observation_format)
     opened = [stage[name].open({}, [], 3) for _ in range(2)]
@@ -315,7 +325,8 @@ def environments(config: Config) -> Any:
 def engine(config: Config) -> Any:
     """The native engine on CPU."""
     block = config.actor_rollout_ref
-    dtype, name = build.rollout_dtype(block.rollout, torch.float32), build.engine_name(block.rollout, "cpu")
+    dtype = build.rollout_dtype(block.rollout, torch.float32)
+    name = build.engine_name(block.rollout, "cpu")
     if name != "native":
         return name
     made = build.build_engine(block.rollout, block.model, build.EngineRequest(CPU, dtype, 64, 2000))
@@ -347,7 +358,8 @@ def cut(config: Config) -> Any:
 
 
 def placed(config: Config) -> Any:
-    ray, kept = needs_ray(config), torch.cuda.device_count
+    ray = needs_ray(config)
+    kept = torch.cuda.device_count
     torch.cuda.device_count = lambda: 1
     try:
         if not ray:
@@ -367,7 +379,9 @@ def hub(config: Config) -> Any:
 
     from verl.workers.engine import loading
 
-    kept, loading.AutoConfig = loading.AutoConfig, SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[misc, assignment]
+    # type: ignore[misc, assignment]
+    kept = loading.AutoConfig
+    loading.AutoConfig = SimpleNamespace(from_pretrained=from_pretrained)
     try:
         with contextlib.suppress(ValueError):
             load_hf_config(config.actor_rollout_ref.model)
@@ -405,7 +419,8 @@ def start(config: Config) -> Any:
 
 def restart(config: Config) -> Any:
     """What the run does when a worker dies, and how long it waits for room."""
-    pool, config.trainer.backend = SimpleNamespace(timeout_seconds=0), "ray"
+    pool = SimpleNamespace(timeout_seconds=0)
+    config.trainer.backend = "ray"
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = SimpleNamespace(
             shutdown=lambda: None,
@@ -442,7 +457,8 @@ def program(config: Config) -> Any:
     line = [f"{path}={value}" for path, value in PROGRAM.items()]
     line += [f"trainer.dry_run={str(config.trainer.dry_run).lower()}"]
     line += [f"trainer.dry_run_gpu_memory_gb={config.trainer.dry_run_gpu_memory_gb or 'null'}"]
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main_ppo.run(line)
     return status, out.getvalue(), err.getvalue()

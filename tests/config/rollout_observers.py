@@ -28,7 +28,8 @@ from verl.workers.rollout_worker import RolloutWorker
 def stream(config: Config) -> Any:
     """Which groups three steps train with rollouts ahead of which some never end, and in which pools."""
     pools = build_pools(config, roles_of(Passes(config))).resource_pool_spec
-    played, prompts = Played(random.Random(0), 1, 0.1, 0.3), Prompts(1)
+    played = Played(random.Random(0), 1, 0.1, 0.3)
+    prompts = Prompts(1)
     config.data.train_batch_size = 4
     tools: Any = (config, prompts, played, 3, lambda line: None)
     ahead: Any = RolloutStream(*tools)
@@ -59,7 +60,8 @@ def rollout_process(config: Config) -> Any:
 
 def weights_sent(config: Config) -> Any:
     """Where three versions of the weights go to for rollouts, and which of them are whole."""
-    folder, block = weight_folder(config), config.actor_rollout_ref
+    folder = weight_folder(config)
+    block = config.actor_rollout_ref
     policy: Any = LocalWorkerGroup(ClassWithInitArgs(ActorRolloutRefWorker, block, "actor", device="cpu"))
     try:
         policy.init_model()

@@ -102,7 +102,8 @@ def _offload(block: str, param: str, grad: str, optimizer: str) -> dict[str, str
     }
 
 
-_ACTOR_FSDP, _CRITIC_FSDP = "actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"
+_ACTOR_FSDP = "actor_rollout_ref.actor.fsdp_config"
+_CRITIC_FSDP = "critic.model.fsdp_config"
 _LARGE = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": "0.5",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "2",

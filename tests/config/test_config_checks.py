@@ -198,7 +198,8 @@ def test_lists_of_files_and_addresses_are_taken(good):
     validate(config)
 
 
-ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
 IN_THE_LOSS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.01"]
 ADAPTIVE = [f"{ACTOR}.entropy_ctrl.target_entropy=0.2"]
 

@@ -116,7 +116,8 @@ def test_open_keys_take_any_key():
 
 
 def test_the_layers_are_defaults_environment_files_and_the_command_line(tmp_path):
-    first, second = tmp_path / "a.yaml", tmp_path / "b.toml"
+    first = tmp_path / "a.yaml"
+    second = tmp_path / "b.toml"
     first.write_text("trainer: {seed: 2, save_freq: 2}\nalgorithm.lam: 0.5\nretriever: {timeout: 1e1}\n")
     second.write_text("max_turns = 3\n[trainer]\nsave_freq = 3\ntest_freq = 3\n")
     environment = {f"VERL__TRAINER__{name}_FREQ": "1" for name in ("SAVE", "TEST")}

@@ -14,7 +14,8 @@ from verl.config.__main__ import made_files
 from verl.config.keys import check_values, keys_of, put, settable
 from verl.config.render import json_schema, read_yaml, to_yaml, write_yaml
 
-KEYS, SFT_KEYS = settable(Config), settable(SFTConfig)
+KEYS = settable(Config)
+SFT_KEYS = settable(SFTConfig)
 DEFAULTS = {Config: load_config([]), SFTConfig: load_sft_config([])}
 EVERY = [(schema, path) for schema in (Config, SFTConfig) for path in settable(schema)]
 
@@ -39,8 +40,10 @@ def test_a_value_that_a_key_can_not_have_is_refused_with_what_is_expected(schema
     if each.choices:
         wrong.append("nonsense")
     if each.bounds is not None:
-        low, high = each.bounds.low, each.bounds.high
-        wrong.append(low if each.bounds.above else low - (1 if int in each.types else 0.5))
+        low = each.bounds.low
+        high = each.bounds.high
+        step = 1 if int in each.types else 0.5
+        wrong.append(low if each.bounds.above else low - step)
         wrong += [] if high is None else [high + 1]
     if not each.nullable:
         wrong.append(None)
@@ -52,7 +55,8 @@ def test_a_value_that_a_key_can_not_have_is_refused_with_what_is_expected(schema
 
 @pytest.mark.parametrize("path", [path for path, each in keys_of(Config).items() if each.must_follow])
 def test_a_key_that_must_follow_another_is_taken_with_its_value_and_refused_with_another(path):
-    each, value = keys_of(Config)[path], 7
+    each = keys_of(Config)[path]
+    value = 7
     with pytest.raises(ValueError) as error:
         check_with(Config, path, value)
     assert f"as {each.follows} is" in str(error.value) and each.must_follow in str(error.value)

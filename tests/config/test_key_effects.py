@@ -14,19 +14,33 @@ from tiny_training import write_model
 from verl.config import Config, load_config
 from verl.config.keys import settable
 
-A, R, REF, C = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
-M, F, P, T = "actor_rollout_ref.model", f"{A}.fsdp_config", f"{A}.policy_loss", "trainer"
-ALG, COR, FIL = "algorithm", "algorithm.rollout_correction", "algorithm.filter_groups"
-OVER, REWARD = "reward_model.overlong_buffer", "custom_reward_function.path={files}/reward.py"
-FOUR, GAE, VLLM = "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", f"{R}.name=vllm"
-APART, KL = f"{R}.placement=apart", "algorithm.kl_ctrl.kl_coef=0.1"
+A = "actor_rollout_ref.actor"
+R = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
+C = "critic"
+M = "actor_rollout_ref.model"
+F = f"{A}.fsdp_config"
+P = f"{A}.policy_loss"
+T = "trainer"
+ALG = "algorithm"
+COR = "algorithm.rollout_correction"
+FIL = "algorithm.filter_groups"
+OVER = "reward_model.overlong_buffer"
+REWARD = "custom_reward_function.path={files}/reward.py"
+FOUR = "trainer.n_gpus_per_node=4"
+GAE = "algorithm.adv_estimator=gae"
+VLLM = f"{R}.name=vllm"
+APART = f"{R}.placement=apart"
+KL = "algorithm.kl_ctrl.kl_coef=0.1"
 ADAPTIVE = "algorithm.kl_ctrl={{type: adaptive, kl_coef: 0.1, target_kl: 9, horizon: 99}}"
 REJECTS = (f"{COR}.rollout_rs=token", f"{COR}.rollout_rs_threshold=9")
-SIZES, OFFLOADS = ("tensor_model", "pipeline_model", "context"), ("param", "optimizer")
+SIZES = ("tensor_model", "pipeline_model", "context")
+OFFLOADS = ("param", "optimizer")
 LOSSES = ("sapo", "clip_cov", "kl_cov", "dro_sequence", "distillation")
 LOSS = {name: f"{P}.loss_mode={name}" for name in LOSSES}
 NEAR = ("data.max_prompt_length=230", "data.max_response_length=100", f"{OVER}.enable=true")
-POOLS, LONG = "data.difficulty_pools.enable=true", "trainer.total_training_steps=6"
+POOLS = "data.difficulty_pools.enable=true"
+LONG = "trainer.total_training_steps=6"
 GDPO = (REWARD, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score,format]")
 UPDATES = f"{A}.ppo_mini_batch_size=4"
 

@@ -68,7 +68,8 @@ def test_each_search_r1_command_line_is_a_valid_configuration_with_its_values(sc
 
 def test_the_group_and_the_batches_mean_what_they_mean_in_search_r1(lines):
     config = check("train_grpo.sh", lines["train_grpo.sh"])
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
     assert rollout.n * rollout.n_agent == 5
     assert config.data.train_batch_size * 5 // (actor.ppo_mini_batch_size * rollout.n) == 10  # updates
     assert config.trainer.logger == ["wandb"]
@@ -90,7 +91,7 @@ def test_every_key_of_search_r1s_files_is_known():
 def test_a_fixed_key_is_taken_with_its_value_and_refused_with_the_reason(name):
     value, reason = RL.fixed[name]
     load_config([f"+{name}={shown(value)}"])
-    other = "true" if value is False else "false" if value is True else "7"
+    other = {False: "true", True: "false"}[value] if isinstance(value, bool) else "7"
     with pytest.raises(ValueError) as error:
         load_config([f"{name}={other}"])
     assert f"Found {name}={other}; expected {shown(value)}. {reason}" in str(error.value)

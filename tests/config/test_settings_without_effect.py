@@ -18,7 +18,8 @@ class Watched:
     """A block that remembers the dotted names of what was read."""
 
     def __init__(self, read, prefix=""):
-        self.read, self.prefix = read, prefix
+        self.read = read
+        self.prefix = prefix
 
     def __getattr__(self, name):
         if name == "policy_loss":
@@ -30,7 +31,8 @@ class Watched:
 @pytest.mark.parametrize("loss_mode", LOSS_MODES)
 def test_a_loss_reads_the_settings_that_are_said_to_be_its_own_and_no_others(loss_mode):
     read: set[str] = set()
-    config, ones = Watched(read), torch.ones(2, 3)
+    config = Watched(read)
+    ones = torch.ones(2, 3)
     select = loss_traits(loss_mode).select
     inputs = algos.LossInputs(
         log_prob=-ones,

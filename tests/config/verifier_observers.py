@@ -34,7 +34,8 @@ def judged(config: Config) -> Any:
         def do_POST(self) -> None:
             nonlocal waiting, most
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            waiting, most = waiting + 1, max(most, waiting + 1)
+            waiting += 1
+            most = max(most, waiting)
             asked.append((self.path, json.dumps(body)))
             time.sleep(0.4)
             waiting -= 1
@@ -55,7 +56,8 @@ def judged(config: Config) -> Any:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    url, blocks = f"http://127.0.0.1:{server.server_port}", config.verifiers
+    url = f"http://127.0.0.1:{server.server_port}"
+    blocks = config.verifiers
     for block, name, path in ((blocks.judge, "base_url", "/v1"), (blocks.code, "api_url", "")):
         at(block, name) is None or put(block, name, f"{url}/other{path}")
         put(block, name, at(block, name) or url + path)

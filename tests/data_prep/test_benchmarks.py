@@ -45,11 +45,13 @@ def scores(*pairs):
 
 @pytest.mark.slow
 def test_the_solutions_of_humaneval_pass_and_others_do_not(tmp_path):
-    rows, problems = rows_of("humaneval", tmp_path), list(read_problems().values())
+    rows = rows_of("humaneval", tmp_path)
+    problems = list(read_problems().values())
     assert len(rows) == 164
     pairs = []
     for number in range(0, 164, 40):
-        begin, solution = problems[number]["prompt"], problems[number]["canonical_solution"]
+        begin = problems[number]["prompt"]
+        solution = problems[number]["canonical_solution"]
         pairs.append((rows[number], f"Here it is:\n```python\n{begin}{solution}```"))
         pairs.append((rows[number], f"```python\n{begin}    return None\n```"))
     assert scores(*pairs) == [1.0, 0.0] * 5

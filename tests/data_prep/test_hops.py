@@ -31,7 +31,8 @@ def test_long_questions_have_one_answer_and_a_search_for_each_name_finds_its_art
         rows = pd.read_parquet(folder / f"{name}.parquet").to_dict("records")
         assert len({row["question"] for row in rows}) == len(rows) == (300 if name == "train_3hop" else 60)
         for row in rows:
-            path, (answer,) = list(row["extra_info"]["gold_titles"]), row["golden_answers"]
+            path = list(row["extra_info"]["gold_titles"])
+            (answer,) = row["golden_answers"]
             assert row["extra_info"]["hops"] == len(path) == hops and path[0] in row["question"]
             articles = [found[0].contents for found in retriever.batch_search(path, 2)[0]]
             for title, article, following in zip(path, articles, [*path[1:], answer], strict=True):
@@ -48,7 +49,8 @@ def test_the_run_on_these_files_is_sound_and_the_longest_trajectory_fits(folder,
     line = [f"@{ROOT}/configs/hops.yaml", f"@{folder}/settings.yaml", model]
     config = load_config([*line, f"trainer.default_local_dir={tmp_path}"])
     assert look(Target(config), only=["settings", "batches", "lengths", "data"]).findings == []
-    tokenizer, data = AutoTokenizer.from_pretrained(f"{ROOT}/data_prep/base_model"), config.data
+    tokenizer = AutoTokenizer.from_pretrained(f"{ROOT}/data_prep/base_model")
+    data = config.data
     rows = [row for file in files for row in pd.read_parquet(file).to_dict("records")]
     longest = max(len(tokenizer.encode(row["prompt"][0]["content"])) for row in rows)
     turns = config.max_turns * (data.max_response_length + data.max_obs_length)

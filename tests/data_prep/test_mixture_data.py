@@ -71,7 +71,8 @@ def test_the_right_queries_find_the_answers_and_names_of_the_tests_are_new(tmp_p
 
 
 def test_a_student_who_is_always_right_earns_one_in_every_question(tmp_path: Path) -> None:
-    world, rng = pretraining_world(1234), random.Random(0)
+    world = pretraining_world(1234)
+    rng = random.Random(0)
     write_database(world, database_file(tmp_path, "w"))
     student = Demonstrator(world, rng)
     for number in range(40):

@@ -115,7 +115,8 @@ def test_equal_seeds_give_equal_files_and_no_row_is_about_a_test_passage(folder,
 
 def test_worked_examples_stand_before_the_prompts_of_the_test(folder, tmp_path):
     make(folder, tmp_path)
-    plain, shown = read(folder, "test"), read(tmp_path, "test_fewshot")
+    plain = read(folder, "test")
+    shown = read(tmp_path, "test_fewshot")
     texts = [row["prompt"][0]["content"] for row in shown]
     examples = {
         text.removesuffix(row["prompt"][0]["content"]) for text, row in zip(texts, plain, strict=True)

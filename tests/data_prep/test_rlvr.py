@@ -39,7 +39,8 @@ TRL = [{"prompt": [USER], "solution": "4"}, {"prompt": "2 + 2?", "answer": "4"}]
 
 
 def converted(tmp_path, format_: str, records: list[dict], *more: str) -> list[dict]:
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out.parquet"
     source.write_text("\n".join(map(json.dumps, records)))
     assert main(["--format", format_, "--input", str(source), "--out", str(out), *more]) == 0
     return pd.read_parquet(out).to_dict("records")
@@ -134,7 +135,8 @@ def test_what_could_not_be_verified_is_listed_apart_and_no_failure(tmp_path, cap
     ],
 )
 def test_rows_that_cant_be_used_are_named(tmp_path, capsys, format_, record, message):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out.parquet"
     source.write_text(json.dumps(record))
     assert main(["--format", format_, "--input", str(source), "--out", str(out)]) == 2
     assert "in.jsonl, line 1: " in (said := capsys.readouterr().err) and message in said

@@ -22,10 +22,13 @@ SIZES |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 25
 
 def make_tokenizer(kind, corpus, size):
     """A tokenizer that is trained on the corpus: byte-level, or of letters with ▁ and single bytes."""
-    trained, alphabet, first = Tokenizer(models.BPE()), [], ["<unk>", "<s>", "</s>"]
+    trained = Tokenizer(models.BPE())
+    alphabet = []
+    first = ["<unk>", "<s>", "</s>"]
     if kind is Qwen2Tokenizer:
         trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet, first = pre_tokenizers.ByteLevel.alphabet(), []
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        first = []
     else:
         trained.normalizer = normalizers.Replace(" ", "▁")
         trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁\n]+|\n+"), "isolated")
@@ -47,11 +50,14 @@ def make_tokenizer(kind, corpus, size):
 @pytest.fixture(params=["gemma", "qwen, tied", "qwen, untied"])
 def source(request, tmp_path):
     """A random model with a tokenizer of more words than the texts use."""
-    rng, folder = random.Random(1), tmp_path / "whole"
+    rng = random.Random(1)
+    folder = tmp_path / "whole"
     more = [" ".join("".join(rng.choices("kruvoaex", k=4)) for _ in range(3000))]
-    kind, make = GemmaTokenizer, transformers.Gemma3TextConfig
+    kind = GemmaTokenizer
+    make = transformers.Gemma3TextConfig
     if request.param != "gemma":
-        kind, make = Qwen2Tokenizer, transformers.Qwen2Config
+        kind = Qwen2Tokenizer
+        make = transformers.Qwen2Config
     tokenizer = make_tokenizer(kind, [*TEXTS, *OTHERS, *PROMPTS, *more] * 3, 1500)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     ids |= {"tie_word_embeddings": "untied" not in request.param, "vocab_size": len(tokenizer) + 20}
@@ -75,7 +81,8 @@ def test_texts_are_cut_as_before_and_log_probs_are_those_of_the_whole_model(sour
     assert trim(source, tmp_path / "small") == 0, capsys.readouterr().err
     whole, small = (AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "small"))
     old, new = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "small"))
-    head, embedding = new.get_output_embeddings().weight, new.get_input_embeddings().weight
+    head = new.get_output_embeddings().weight
+    embedding = new.get_input_embeddings().weight
     assert len(small) == len(head) == len(embedding) == new.config.vocab_size
     assert (head is embedding) == old.config.tie_word_embeddings
     assert len(small) % 64 == 0 and len(small) < len(whole) - 100
@@ -112,7 +119,8 @@ def test_any_texts_are_cut_as_before_by_the_words_that_they_use(kind):
     for seed in range(12):
         rng = random.Random(seed)
         texts = ["".join(rng.choices("aab  \nbcdé", k=rng.randint(1, 60))) for _ in range(60)]
-        whole, some = make_tokenizer(kind, texts, rng.randint(120, 400)), texts[: rng.randint(1, 6)]
+        whole = make_tokenizer(kind, texts, rng.randint(120, 400))
+        some = texts[: rng.randint(1, 6)]
         tokenizer = json.loads(whole.backend_tokenizer.to_str())
         ids = choose(tokenizer, Counter(i for _, ids in encoded(whole, some) for i in ids), set(), None)
         small = Tokenizer.from_str(json.dumps(trim_tokenizer(tokenizer, ids)))

@@ -16,7 +16,8 @@ from data_prep import wiki18
 LINES = b"".join(
     json.dumps({"id": str(i), "contents": f'"T"\ntext {i}'}).encode() + b"\n" for i in range(900)
 )
-PART_AA, PART_AB = random.Random(1).randbytes(30_000), random.Random(2).randbytes(9_001)
+PART_AA = random.Random(1).randbytes(30_000)
+PART_AB = random.Random(2).randbytes(9_001)
 
 
 def tar_gz(name: str = "data00/wiki_dpr_100w/wiki_dump.jsonl", content: bytes = LINES) -> bytes:

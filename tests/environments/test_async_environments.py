@@ -256,7 +256,9 @@ def test_nothing_of_it_goes_on_after_its_end(stage):
 @pytest.mark.parametrize("delay", [0.0, 0.4])
 def test_a_process_that_is_late_or_starts_late_is_killed_before_the_next_ones_turn(stage, delay):
     runner = stage(max_workers=2, executor="process", step_timeout=0.2)[f"{HERE}:Leaves"]
-    taken, take, most = [], runner.workers.take, 0
+    taken = []
+    take = runner.workers.take
+    most = 0
     runner.workers.give_back(take())  # the nursery has started
     runner.workers.take = lambda: time.sleep(delay) or taken.append(take()) or taken[-1]
     episodes = [runner.open({}, [], 3) for _ in range(6)]
@@ -297,7 +299,8 @@ def test_a_nursery_that_hangs_in_an_import_or_has_died_holds_up_nothing(tmp_path
 def test_a_process_is_killed_with_what_it_has_started(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's, which a process has
     nursery = KillableWorkers("subprocess:getoutput", 0.0, ["true"])
-    busy, idle = nursery.take(), nursery.take()
+    busy = nursery.take()
+    idle = nursery.take()
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(busy.call, f"sleep 60 & echo $! > {tmp_path}/pid; wait")
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())

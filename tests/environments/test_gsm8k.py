@@ -43,7 +43,8 @@ def test_multi_turn_pays_a_share_for_the_form_and_ends_with_the_right_number_or_
     assert [output["done"] for output in outputs] == [False, False, True]
     assert [len(output["observations"]) for output in outputs] == [1, 1, 0]
     env = make("gsm8k_multi_turn", extras=row(extra_info={"max_turns": 2}))
-    first, last = env.step("#### 1"), env.step("#### 1")
+    first = env.step("#### 1")
+    last = env.step("#### 1")
     assert "final number" in first["observations"][0]["content"] and not first["done"]
     assert last["done"] and last["reward"] == 0.1
     assert env.aggregate_metrics([{"steps": 2}]) == {"avg_steps": 2}

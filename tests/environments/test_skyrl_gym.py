@@ -60,9 +60,11 @@ def number_text(rng, gold):
 
 @pytest.mark.parametrize("env_class", ["gsm8k", "gsm8k_multi_turn"])
 def test_gsm8k_as_theirs(env_class):
-    rng, rewards = random.Random(env_class), Counter()
+    rng = random.Random(env_class)
+    rewards = Counter()
     for _ in range(NUM_EPISODES):
-        gold, max_turns = str(rng.randint(-20, 1_500)), rng.randint(1, 6)
+        gold = str(rng.randint(-20, 1_500))
+        max_turns = rng.randint(1, 6)
         more = rng.choice([{"max_turns": max_turns}, {"extra_info": {"max_turns": max_turns}}])
         theirs, ours = both(env_class, {}, truth(gold, **more))
         actions = [number_text(rng, gold) for _ in range(max_turns)]
@@ -80,7 +82,9 @@ ANSWERS = [
 
 @pytest.mark.slow
 def test_aime_as_theirs():
-    rng, rewards, mended = random.Random("aime"), Counter(), Counter()
+    rng = random.Random("aime")
+    rewards = Counter()
+    mended = Counter()
     for _ in range(NUM_EPISODES):
         gold = rng.choice(ANSWERS)
         given = rng.choice([gold, rng.choice(ANSWERS)])
@@ -91,7 +95,8 @@ def test_aime_as_theirs():
         if r"\boxed" in text and "nswer" not in text[-300:]:
             continue  # a test of its own, below
         theirs, ours = both("aime", {}, truth(gold))
-        expected, result = play(theirs, [text]), play(ours, [text])
+        expected = play(theirs, [text])
+        result = play(ours, [text])
         if expected != result:  # math-verify: right, say with a full stop behind it, or with %
             assert expected[0][0] == -1 and result[0][0] == 1, (gold, text)
             assert given == gold or {given, gold} == {r"3\%", r"\textbf{3} meters"}, (gold, text)
@@ -148,20 +153,26 @@ def sql_turn(rng, gold, is_last):
 
 @pytest.mark.slow
 def test_text2sql_as_theirs(databases):
-    rng, rewards, mended = random.Random("sql"), Counter(), 0
+    rng = random.Random("sql")
+    rewards = Counter()
+    mended = 0
     for _ in range(NUM_EPISODES):
-        gold, max_turns = some_query(rng), rng.randint(1, 4)
+        gold = some_query(rng)
+        max_turns = rng.randint(1, 4)
         row = truth(gold, db_id="shop", data="spider", max_turns=max_turns)
         theirs, ours = both("text2sql", databases.config, row)
         actions = [sql_turn(rng, gold, turn == max_turns - 1) for turn in range(max_turns)]
-        expected, result = play(theirs, actions), play(ours, actions)
+        expected = play(theirs, actions)
+        result = play(ours, actions)
         rewards.update(reward for reward, done, _ in expected if done)
         if expected != result:  # equal as a set, but not as often, not in order, or other columns
             assert (expected[:-1], expected[-1][0], result[-1][0]) == (result[:-1], 1, 0), (gold, actions)
             solution = actions[len(expected) - 1].split("<solution>")[1].split("</solution>")[0]
-            found, right = databases.read(solution), databases.read(gold)
+            found = databases.read(solution)
+            right = databases.read(gold)
             columns = [cursor.description and len(cursor.description) for cursor in (found, right)]
-            rows, right_rows = found.fetchall(), right.fetchall()
+            rows = found.fetchall()
+            right_rows = right.fetchall()
             assert set(rows) == set(right_rows) and (rows != right_rows or columns[0] != columns[1])
             assert Counter(rows) != Counter(right_rows) or "ORDER BY" in gold or rows == []
             mended += 1
@@ -227,9 +238,11 @@ PROGRAMS = [
 @pytest.mark.slow
 def test_lcb_as_theirs():
     """Fewer: theirs starts two processes for each program."""
-    rng, rewards = random.Random("lcb"), Counter()
+    rng = random.Random("lcb")
+    rewards = Counter()
     for _ in range(60):
-        functional, numbers = rng.random() < 0.5, rng.sample(range(-9, 30), 3)
+        functional = rng.random() < 0.5
+        numbers = rng.sample(range(-9, 30), 3)
         kind, end = ("functional", "") if functional else ("stdin", "\n")
         tests = [
             {"testtype": kind, "input": f"{n}{end}", "output": f"{n * n}", "metadata": {"func_name": "f"}}
@@ -274,7 +287,9 @@ def tool_turn(rng, num_programs):
 
 @pytest.mark.slow
 def test_searchcode_as_theirs(url):
-    rng, rewards, num_programs = random.Random("searchcode"), Counter(), [0]
+    rng = random.Random("searchcode")
+    rewards = Counter()
+    num_programs = [0]
     for _ in range(NUM_EPISODES):
         max_turns = rng.randint(1, 4)
         theirs, ours = both("searchcode", {"search_url": url}, truth("42", max_turns=max_turns))
@@ -317,7 +332,8 @@ def search_episode(url, client, actions, gold, max_turns):
 
 @pytest.mark.slow
 def test_search_as_theirs(url):
-    rng, rewards = random.Random("search"), Counter()
+    rng = random.Random("search")
+    rewards = Counter()
     with contextlib.closing(SearchClient(url, topk=1)) as client:
         for _ in range(NUM_EPISODES):
             max_turns = rng.randint(1, 4)

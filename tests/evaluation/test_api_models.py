@@ -27,8 +27,11 @@ class Api:
     """
 
     def __init__(self, faults=(), seconds=0.0, says=None):
-        self.bodies, self.asked, self.stop = [], Counter(), threading.Event()
-        api, lock = self, threading.Lock()
+        self.bodies = []
+        self.asked = Counter()
+        self.stop = threading.Event()
+        api = self
+        lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"

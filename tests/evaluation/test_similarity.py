@@ -35,7 +35,8 @@ def test_words_are_compared_in_small_letters_and_the_best_reference_counts():
     assert list(figures.values()) == pytest.approx([1.0] * 4)
     assert list(similarity("", ["x"]).values()) == [0.0] * 4
     half = similarity("the seller must pay", ["the seller must deliver the goods"])
-    recall, precision = 3 / 6, 3 / 4
+    recall = 3 / 6
+    precision = 3 / 4
     assert half["rouge_l"] == pytest.approx((1 + 1.44) * recall * precision / (recall + 1.44 * precision))
     assert half["token_f1"] == pytest.approx(2 * 3 / 10) and half["jaccard"] == pytest.approx(3 / 6)
 

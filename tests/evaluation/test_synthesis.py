@@ -166,7 +166,8 @@ def test_mistakes_are_refused(questions, capsys):  # noqa: F811
     with Api() as api, pytest.raises(SystemExit):
         main([*flags(api, questions), "--val_share", "1"])
     assert "--val_share" in capsys.readouterr().err
-    rows, corpus = ["--benchmarks", str(questions)], ["--corpus", "corpus.jsonl"]
+    rows = ["--benchmarks", str(questions)]
+    corpus = ["--corpus", "corpus.jsonl"]
     for wrong, said in (
         ([], "--benchmarks or --corpus"),
         ([*rows, *corpus], "--benchmarks or --corpus"),

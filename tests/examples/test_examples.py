@@ -33,7 +33,8 @@ def test_the_policy_loss_is_found_by_its_path_and_has_the_gradient_of_its_formul
 
     loss_fn = get_policy_loss_fn("examples.policy_loss:pulled_reinforce")
     log_prob = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
-    old, advantages = torch.tensor([[-1.5, -2.0, 0.0]]), torch.tensor([[2.0, -1.0, 5.0]])
+    old = torch.tensor([[-1.5, -2.0, 0.0]])
+    advantages = torch.tensor([[2.0, -1.0, 5.0]])
     mask = torch.tensor([[1, 1, 0]])
     loss, metrics = loss_fn(log_prob, old, advantages, mask, "token-mean", None)
     loss.backward()
@@ -45,7 +46,8 @@ def test_the_environment_counts_letters_over_the_turns_of_an_episode():
     from verl.environments import make
 
     env = make("examples.environment:LetterEnv", env_config={}, extras={"letter": "e"})
-    first, second = env.step("eels e"), env.step("e" * 20)
+    first = env.step("eels e")
+    second = env.step("e" * 20)
     assert (first["reward"], second["reward"]) == (0.3, 1.0)
     assert second["observations"][0]["content"].strip() == "e: 13 so far."
     assert env.get_metrics() == {"letters": 13}
@@ -78,5 +80,6 @@ def test_the_retriever_answers_the_trainers_client_and_the_agent_searches_in_it(
     batch = ask("What is the birthplace of Adela Marrow?", str(ROOT / "data_prep/base_model"), example_server)
     record = batch.non_tensor_batch["trajectory"][0]
     assert record["num_searches"] >= 1 and record["finish_reason"] in ("answer", "max_turns", "length", "eos")
-    mask, log_probs = batch.batch["response_mask"][0], batch.batch["rollout_log_probs"][0]
+    mask = batch.batch["response_mask"][0]
+    log_probs = batch.batch["rollout_log_probs"][0]
     assert mask.sum() > 0 and (log_probs[mask == 0] == 0).all()

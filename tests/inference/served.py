@@ -44,7 +44,8 @@ def tokenizer(with_template: bool):
     made = hf_tokenizer(str(MODEL))
     if with_template:
         made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-        made.chat_template, made.eos_token = CHAT_TEMPLATE, "<|im_end|>"
+        made.chat_template = CHAT_TEMPLATE
+        made.eos_token = "<|im_end|>"
     return made
 
 

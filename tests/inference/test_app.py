@@ -109,7 +109,9 @@ def test_a_stream_says_what_a_whole_reply_says(server, more, monkeypatch):
 
 def test_a_session_prefills_new_tokens_only_and_keeps_what_was_sampled(server):
     session, path = server.open()
-    messages, sampled, prefilled = [QUESTION], [], []
+    messages = [QUESTION]
+    sampled = []
+    prefilled = []
     for number in range(3):
         before = server.engine.stats()["prefilled_tokens"]
         reply = server.post(path, messages=messages, max_tokens=12, seed=1, stop=["</search>"]).json()

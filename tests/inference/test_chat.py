@@ -35,8 +35,11 @@ class Player:
     """A client of one session by chance, and its own account of what went into the model."""
 
     def __init__(self, codec, rng):
-        self.codec, self.rng, self.transcript = codec, rng, Transcript()
-        self.messages, self.tools = [user(self.text())], None
+        self.codec = codec
+        self.rng = rng
+        self.transcript = Transcript()
+        self.messages = [user(self.text())]
+        self.tools = None
         self.contexts: dict[int, list[int]] = {}  # by id of the segment
         self.sampled: dict[int, list[int]] = {}
         self.is_extension = False
@@ -70,14 +73,16 @@ class Player:
         self.counts["new" if place.is_new else "extended"] += 1
         key = id(place)
         if place.is_new:
-            self.contexts[key], self.sampled[key] = [], []
+            self.contexts[key] = []
+            self.sampled[key] = []
         if self.rng.random() < 0.1:  # the client went away
             self.transcript.put_back(place)
             place = self.transcript.place(self.codec, self.messages, self.tools)
             assert place.is_new != self.is_extension
             key = id(place)
             if place.is_new:
-                self.contexts[key], self.sampled[key] = [], []
+                self.contexts[key] = []
+                self.sampled[key] = []
         ids = self.sample()
         self.contexts[key] += [*place.new_ids, *ids]
         self.sampled[key] += ids
@@ -128,7 +133,8 @@ class Player:
 
 @pytest.mark.parametrize("histories", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_sampled_token_of_fuzzed_histories_is_encoded_again(codec, histories):
-    rng, counts = random.Random(0), {"extended": 0, "new": 0}
+    rng = random.Random(0)
+    counts = {"extended": 0, "new": 0}
     for _ in range(histories):
         player = Player(codec, rng)
         player.turn()
@@ -142,7 +148,8 @@ def test_no_sampled_token_of_fuzzed_histories_is_encoded_again(codec, histories)
 
 
 def test_only_the_new_messages_are_given_to_the_tokenizer(codec, monkeypatch):
-    transcript, messages = Transcript(), [user("a question")]
+    transcript = Transcript()
+    messages = [user("a question")]
     ids = codec.tokenizer.encode("SECRET")
     _, reply = play(codec, transcript, messages, ids)
     given = []
@@ -160,7 +167,8 @@ def test_only_the_new_messages_are_given_to_the_tokenizer(codec, monkeypatch):
 
 def test_a_context_is_the_templates_text_though_turns_are_never_rendered():
     codec = ChatCodec(tokenizer(True), 10_000)
-    transcript, messages = Transcript(), [{"role": "system", "content": "Be brief."}, user("one?")]
+    transcript = Transcript()
+    messages = [{"role": "system", "content": "Be brief."}, user("one?")]
     for text in ("first", "second", "third"):
         ids = codec.tokenizer.encode(text + "<|im_end|>")
         place, reply = play(codec, transcript, messages, ids)
@@ -174,7 +182,8 @@ def test_a_context_is_the_templates_text_though_turns_are_never_rendered():
 
 def test_thinking_that_the_template_strips_stays_in_the_context():
     codec = ChatCodec(tokenizer(True), 10_000)
-    transcript, messages = Transcript(), [user("one?")]
+    transcript = Transcript()
+    messages = [user("one?")]
     ids = codec.tokenizer.encode("<think>long thoughts</think>yes<|im_end|>")
     _, reply = play(codec, transcript, messages, ids)
     history = [*messages, reply[0], user("two?")]
@@ -213,7 +222,8 @@ def test_a_stop_string_is_cut_off_and_may_be_written_back(codec):
 
 
 def test_calls_become_tool_calls_and_come_back_as_an_extension(codec):
-    transcript, messages = Transcript(), [user("a")]
+    transcript = Transcript()
+    messages = [user("a")]
     ids = codec.tokenizer.encode(
         'one moment <tool_call>{"name": "search", "arguments": {"q": "b"}}</tool_call>'
     )

@@ -67,7 +67,8 @@ def draw_a_call(server, monkeypatch):
     made = tokenizer(False)
     call = made.encode('<tool_call>{"name": "lookup", "arguments": {"query": "Amber Harbor"}}</tool_call>')
     call.append(made.eos_token_id)
-    left, step = list(call), server.engine._runner.step
+    left = list(call)
+    step = server.engine._runner.step
 
     def drawn(batch, rows):
         sampled = step(batch, rows)
@@ -85,7 +86,9 @@ def test_smolagents(server, monkeypatch):
     asked = []
 
     class Lookup(smolagents.Tool):
-        name, description, output_type = "lookup", "Looks something up.", "string"
+        name = "lookup"
+        description = "Looks something up."
+        output_type = "string"
         inputs = {"query": {"type": "string", "description": "what"}}
 
         def forward(self, query: str) -> str:

@@ -97,7 +97,8 @@ def test_a_report_has_figures_tags_failed_rollouts_and_pictures(tmp_path, capsys
 
 
 def test_flags_leave_out_what_is_not_asked_for(tmp_path, capsys):
-    run, place = write_run(tmp_path / "one"), tmp_path / "place"
+    run = write_run(tmp_path / "one")
+    place = tmp_path / "place"
     assert main([str(run), "--metrics-only", "--save-dir", str(place)]) == 0
     assert "rollouts" not in capsys.readouterr().out and not (place / "samples.jsonl").exists()
     flags = ["--samples-only", "--save-dir", str(place), "--reward-threshold", "2", "--max-samples", "3"]

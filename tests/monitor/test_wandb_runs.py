@@ -67,7 +67,8 @@ class Wandb:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def data(self, body):
-        query, asked = body["query"], body.get("variables", {})
+        query = body["query"]
+        asked = body.get("variables", {})
         viewer = {"id": "1", "entity": "team", "username": "me", "flags": "{}", "teams": {"edges": []}}
         if "viewer" in query:
             return {"viewer": viewer}

@@ -21,7 +21,8 @@ from verl.trainer.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_MODEL = ROOT / "data_prep" / "base_model"
-CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWNET = 0x40000000
 TWO_ON_RAY = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 TWO_NODES = ("trainer.nnodes=2", "trainer.device=cpu")
 

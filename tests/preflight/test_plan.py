@@ -26,7 +26,8 @@ from verl.workers.rollout.build import EngineRequest, _kv_bytes, sequences_at_on
 from verl.workers.rollout.native.architecture import ModelSpec
 
 H80 = Hardware("cuda", 80 * GIB, "80 GB")
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 SEVEN = NUM_PARAMETERS["7B"]
 
 
@@ -47,7 +48,8 @@ def gib_of(load: DeviceLoad, name: str) -> float:
 
 
 def test_a_bound_on_the_step_takes_a_copy_of_the_weights_that_is_there_when_activations_are_gone(models):
-    eight, small = "trainer.n_gpus_per_node=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"
+    eight = "trainer.n_gpus_per_node=8"
+    small = f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"
     short = "data.max_prompt_length=256", "data.max_start_length=128"
     (without,) = plan_of(models["7B"], "grpo", eight, small, *short)[0].loads
     (bounded,) = plan_of(models["7B"], "grpo", eight, small, *short, f"{ACTOR}.max_step_kl=0.01")[0].loads
@@ -79,7 +81,8 @@ def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
 def test_rollouts_take_what_training_leaves_of_a_gpu_and_a_run_takes_what_the_plan_says(
     size, sleeps, models, monkeypatch
 ):
-    name, lengths = "actor_rollout_ref.rollout.name=native", "data.max_prompt_length=4096"
+    name = "actor_rollout_ref.rollout.name=native"
+    lengths = "data.max_prompt_length=4096"
     settings = ("trainer.n_gpus_per_node=8", name, lengths, f"{ROLLOUT}.free_cache_engine={sleeps}")
     smaller = [f"{ACTOR}.fsdp_config.optimizer_offload=true", f"{ACTOR}.use_dynamic_bsz=true"]
     smaller += [f"{ACTOR}.ppo_max_token_len_per_gpu=16384"]
@@ -89,7 +92,8 @@ def test_rollouts_take_what_training_leaves_of_a_gpu_and_a_run_takes_what_the_pl
     assert plan.fits and gib_of(load, "rollout: KV cache") > 1
     taken = taken_beside_rollouts(plan.config)
     assert taken == plan.taken_beside_rollouts > 0
-    block, spec = plan.config.actor_rollout_ref, ModelSpec.from_config(load_hf_config({"path": models["7B"]}))
+    block = plan.config.actor_rollout_ref
+    spec = ModelSpec.from_config(load_hf_config({"path": models["7B"]}))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size * GIB, size * GIB))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
@@ -174,7 +178,8 @@ def test_the_plan_is_what_the_tensors_of_a_real_update_take():
     from verl.utils.packing import pack_rows
     from verl.workers.engine.base import Share
 
-    rows, length = 2, 24
+    rows = 2
+    length = 24
     config = load_config(
         [
             *search_r1_settings(BASE_MODEL, "gae"),

@@ -63,7 +63,8 @@ def kept_by_autograd(folder, num_layers: int, length: int, dtype, autocasts: boo
         "response_mask": torch.ones(2, length - 1, dtype=torch.bool),
     }
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved, alive = {}, []
+    saved = {}
+    alive = []
 
     def keep(tensor):
         alive.append(tensor)
@@ -163,6 +164,8 @@ def test_a_critic_is_the_backbone_and_a_scalar_head(small):
 def test_adapters_alone_are_trained_with_lora(small):
     size = size_of({"path": str(small.folder), "lora_rank": 4, "lora_alpha": 8})
     assert size.num_parameters == small.size.num_parameters and size.layer == small.size.layer
-    d, kv, i = 48, 24, 80
+    d = 48
+    kv = 24
+    i = 80
     per_layer = 4 * sum(a + b for a, b in ((d, d), (d, kv), (d, kv), (d, d), (d, i), (d, i), (i, d)))
     assert size.trained == size.adapters == 4 * per_layer

@@ -47,7 +47,8 @@ def look(*urls: str, corpus: object = None, timeout: float = 10):
 
 
 def test_a_server_with_the_corpus_meant_is_no_trouble_and_another_corpus_is_an_error(tmp_path, serve_file):
-    served, meant = write_corpus(tmp_path / "a.jsonl"), write_corpus(tmp_path / "b.jsonl", "Other")
+    served = write_corpus(tmp_path / "a.jsonl")
+    meant = write_corpus(tmp_path / "b.jsonl", "Other")
     with serve_file(served) as address:
         url = f"{address}/retrieve"
         assert look(url, corpus=served) == [] == look(url, corpus=f"{served}.gz")

@@ -37,9 +37,12 @@ SETTINGS += [f"{kind}.trainer.n_gpus_per_node=1" for kind in ("sft", "grpo")]
 
 def write_sources(folder: Path) -> None:
     """Towns with three questions each, other passages, and questions of two hops over these."""
-    rng, articles = random.Random(0), []
+    rng = random.Random(0)
+    articles = []
     for number, town in enumerate(TOWNS):
-        founder, river, year = rng.choice(TOWNS) + " Ost", rng.choice(TOWNS), str(1800 + number)
+        founder = rng.choice(TOWNS) + " Ost"
+        river = rng.choice(TOWNS)
+        year = str(1800 + number)
         text = f"The town {town} was founded by {founder}. {town} lies on the river {river}. It is of {year}."
         asked = {f"Who founded {town}?": founder, f"On which river lies {town}?": river}
         asked[f"Of which year is {town}?"] = year

@@ -165,7 +165,8 @@ def test_rows_of_ones_own_are_not_validated_on_the_worlds_extra_questions(reposi
 
 
 def test_folders_may_have_any_name_and_are_relative_to_the_caller(repository, tmp_path):
-    data, model = tmp_path / "it's (mine), a=b", tmp_path / "my model"
+    data = tmp_path / "it's (mine), a=b"
+    model = tmp_path / "my model"
     for folder in (data, model):
         folder.mkdir()
     for file in (data / "train.parquet", data / "test.parquet", data / "corpus.jsonl", model / "config.json"):
@@ -315,7 +316,8 @@ def settings_of_the_script(repository):
 def test_the_mixture_is_made_and_gets_a_supervised_start_once(repository, tmp_path):
     for number, flags in enumerate((["--config", "configs/mixture.yaml"], ["--config=configs/mixture.yaml"])):
         assert run(repository, *flags, "max_turns=4", SEED="4") == (0, "")
-        config, start = settings(repository), note(repository, "fsdp_sft_trainer")
+        config = settings(repository)
+        start = note(repository, "fsdp_sft_trainer")
         assert (config.max_turns, config.trainer.seed, config.data.max_response_length) == (4, 4, 64)
         assert config.data.val_files == ["one", "two"]
         assert config.trainer.experiment_name.startswith("mixture-seed4-start-grpo-seed4")

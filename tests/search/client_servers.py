@@ -60,7 +60,9 @@ class ScriptedServer:
                 pass
 
         class Server(ThreadingHTTPServer):
-            daemon_threads, request_queue_size = True, 64  # of 5, further connections may be reset
+            # of 5, further connections may be reset
+            daemon_threads = True
+            request_queue_size = 64
 
         self._http = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/retrieve"
@@ -110,7 +112,9 @@ class ServerProcess:
     """`python -m search_r1.search.server` on a port that stays the same over restarts."""
 
     def __init__(self, corpus: Path, *flags: str) -> None:
-        self.corpus, self.flags, self.port = corpus, flags, 0
+        self.corpus = corpus
+        self.flags = flags
+        self.port = 0
         self.process: subprocess.Popen[str] | None = None
 
     @property

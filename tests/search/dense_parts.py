@@ -18,9 +18,11 @@ class HashEncoder:
     """A stand-in for an encoder: each word has a random direction, a text is their sum, of length 1."""
 
     def __init__(self, dimension: int = DIMENSION, fail_after: int | None = None) -> None:
-        self.dimension, self.device = dimension, SimpleNamespace(type="cpu")
+        self.dimension = dimension
+        self.device = SimpleNamespace(type="cpu")
         self.settings: dict[str, Any] = {"model": "hash", "dimension": dimension}
-        self.num_passages, self._fail_after = 0, fail_after
+        self.num_passages = 0
+        self._fail_after = fail_after
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
         sums = [np.sum([self._word(word) for word in text.split() or [""]], axis=0) for text in texts]

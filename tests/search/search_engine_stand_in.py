@@ -47,7 +47,8 @@ class StandIn:
             return 401, {
                 "error": f"Invalid API key {parameters.get('api_key')}. Your API key should be here: ..."
             }
-        query, start = parameters["q"], int(parameters.get("start", 0))
+        query = parameters["q"]
+        start = int(parameters.get("start", 0))
         found = range(start, min(start + 10, self.num_results))
         reply: dict[str, Any] = {
             "search_metadata": {"id": "1", "status": "Success"},
@@ -86,7 +87,8 @@ class StandIn:
             return 400, {
                 "error": {"code": 400, "message": "API key not valid.", "status": "INVALID_ARGUMENT"}
             }
-        start, num = int(parameters.get("start", 1)), int(parameters.get("num", 10))
+        start = int(parameters.get("start", 1))
+        num = int(parameters.get("num", 10))
         if num > 10 or start + num > 101:
             return 400, {"error": {"code": 400, "message": "Request contains an invalid argument."}}
         items = [
@@ -115,7 +117,8 @@ def serve_stand_in() -> Iterator[StandIn]:
 
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
-            path, parameters = parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}
+            path = parts.path
+            parameters = {name: values[0] for name, values in parse_qs(parts.query).items()}
             headers = {name.lower(): value for name, value in self.headers.items()}
             with stand_in.lock:
                 stand_in.requests.append(

@@ -108,7 +108,8 @@ def test_waiting_queries_are_dealt_out_over_the_addresses(start):
 
 
 def test_proxies_of_the_environment_are_used_only_if_told(start, monkeypatch):
-    server, proxy = start(find), start(find)
+    server = start(find)
+    proxy = start(find)
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, proxy.url)
     for name in ("NO_PROXY", "no_proxy"):

@@ -56,7 +56,8 @@ def test_a_server_that_takes_one_query_a_request_gets_one_and_answers_all(start)
 
 
 def test_a_server_of_each_kind_share_the_work(start):
-    one, many = start(skyrl), start(search_r1)
+    one = start(skyrl)
+    many = start(search_r1)
     with SearchClient([one.url, many.url], cache_size=0) as client:
         for _ in range(3):
             assert texts(client, QUERIES) == RIGHT

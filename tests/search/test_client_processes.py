@@ -46,7 +46,10 @@ class Load:
     """Threads that search all the time, and note what went wrong: wrong answers, errors, slow searches."""
 
     def __init__(self, client: SearchClient, num_threads: int = 6) -> None:
-        self.client, self.wrong, self.num_answers, self.slowest = client, [], 0, 0.0
+        self.client = client
+        self.wrong = []
+        self.num_answers = 0
+        self.slowest = 0.0
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(num_threads)]

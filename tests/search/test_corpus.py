@@ -52,7 +52,8 @@ def test_a_row_is_served_as_the_bytes_of_its_line(write):
     assert corpus.rows([]) == []
 
 
-ONE, TWO = b'{"contents": "one"}', b'{"contents": "two"}'
+ONE = b'{"contents": "one"}'
+TWO = b'{"contents": "two"}'
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ class Ranked:
     """Answers each query with these rows."""
 
     def __init__(self, name: str, rows: list[int], meet: threading.Barrier | None = None) -> None:
-        self.name, self.num_documents = name, len(CORPUS)
-        self.rows, self.meet = rows, meet
+        self.name = name
+        self.num_documents = len(CORPUS)
+        self.rows = rows
+        self.meet = meet
         self.asked: list[int] = []
         self.num_closed = 0
 
@@ -49,7 +51,8 @@ def test_the_score_is_the_sum_of_reciprocal_ranks():
 
 
 def test_topk_cuts_after_the_fusion_and_depth_grows_with_it():
-    first, second = Ranked("bm25", list(range(200))), Ranked("e5", list(range(150, 300)))
+    first = Ranked("bm25", list(range(200)))
+    second = Ranked("e5", list(range(150, 300)))
     hybrid = HybridRetriever([first, second], depth=20)
     found, scores = hybrid.batch_search(["q", "r"], 3)
     assert [len(row) for row in found] == [len(row) for row in scores] == [3, 3]

@@ -177,7 +177,8 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 def test_killed_again_and_again_it_ends_with_the_index_of_an_undisturbed_build(write, tmp_path):
     corpus = write(20_000)
     assert build(corpus, tmp_path / "plain") == 0
-    rng, kills = random.Random(1), 0
+    rng = random.Random(1)
+    kills = 0
     for _ in range(8):
         with start(corpus, tmp_path / "out") as process:
             wait_for(tmp_path / "out" / "bm25.building" / "index", process)

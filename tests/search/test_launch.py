@@ -79,7 +79,8 @@ def test_what_the_index_path_holds_decides_the_backend(folder, name, index, kind
 
 
 def test_hybrid_takes_indexes_and_models_in_the_order_of_the_names(folder):
-    first, second = folder / "ours_bm25", folder / "e5_Flat.index"
+    first = folder / "ours_bm25"
+    second = folder / "e5_Flat.index"
     assert plan_backends("bm25+e5", f"{first},{second}", "my/model") == [
         BackendPlan("bm25", "bm25", first),
         BackendPlan("e5", "faiss", second, "my/model"),
@@ -153,7 +154,8 @@ def test_online_search_needs_no_corpus_but_a_key(monkeypatch):
 def test_a_reranker_stands_on_top_of_a_hybrid(folder, monkeypatch, tmp_path):
     class Named:
         def __init__(self, name: str) -> None:
-            self.name, self.num_documents = name, 3
+            self.name = name
+            self.num_documents = 3
 
         def close(self) -> None:
             pass

@@ -36,7 +36,8 @@ def model(tmp_path_factory) -> str:
 class FirstRows:
     """Finds the first rows of the corpus, whatever is asked; query number n starts at row 3 n."""
 
-    name, num_documents = "first", len(CORPUS)
+    name = "first"
+    num_documents = len(CORPUS)
     depth = 0
     closed = False
 
@@ -111,7 +112,8 @@ def test_raw_logits_where_the_models_card_has_it_so(tmp_path, model, config):
 
 def test_long_pairs_are_cut_to_what_the_model_reads(model):
     encoder = CrossEncoder(model)
-    long_query, long_passage = "w1 " * 5000, "w2 " * 5000
+    long_query = "w1 " * 5000
+    long_passage = "w2 " * 5000
     both, short_query, cut = encoder.score(
         [(long_query, long_passage), ("w1", long_passage), ("w1", "w2 " * 90)]
     )

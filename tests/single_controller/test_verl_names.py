@@ -169,7 +169,8 @@ def test_what_does_not_go_together_is_also_an_assertion_error():
         batch(3).chunk(2)
     with pytest.raises(AssertionError):
         DataProto.from_dict({"x": torch.zeros(2, 2)}, num_batch_dims=2)
-    one, other = batch(2).batch, batch(2).batch + 1
+    one = batch(2).batch
+    other = batch(2).batch + 1
     with pytest.raises(AssertionError):
         union_tensor_dict(one, other)
 

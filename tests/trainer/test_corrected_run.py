@@ -6,7 +6,8 @@ from small_runs import arguments, metrics
 
 from verl.trainer.main_ppo import run
 
-ACTOR, CORRECTION = "actor_rollout_ref__actor__", "algorithm__rollout_correction__"
+ACTOR = "actor_rollout_ref__actor__"
+CORRECTION = "algorithm__rollout_correction__"
 QUICK = {
     "actor_rollout_ref__rollout__dtype": "bfloat16",
     f"{ACTOR}ppo_mini_batch_size": 8,

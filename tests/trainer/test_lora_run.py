@@ -18,7 +18,8 @@ LORA = {
 
 @pytest.mark.slow
 def test_rule_10_a_lora_run_whose_reference_is_reset_goes_on_with_the_same_numbers(world, url, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     assert run(arguments(world, url, whole, **LORA, trainer__total_training_steps=4)) == 0
     for steps in (3, 4):
         assert run(arguments(world, url, parts, **LORA, trainer__total_training_steps=steps)) == 0

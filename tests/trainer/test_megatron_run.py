@@ -21,7 +21,8 @@ MEGATRON = ["--config-name", "ppo_megatron_trainer"]
 def test_rule_5_a_run_on_megatron_goes_as_on_fsdp_and_one_goes_on_where_the_other_stopped(
     world, url, tmp_path
 ):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     assert run(arguments(world, url, whole, **PPO, trainer__total_training_steps=3)) == 0
     for steps, kind in ((1, []), (2, MEGATRON), (3, [])):
         line = arguments(world, url, parts, **PPO, trainer__total_training_steps=steps)

@@ -84,7 +84,9 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url
     assert main_ppo.run(settings(world, url, tmp_path / "ray", trainer__backend="ray")) == 0
     rows, weights = results(tmp_path / "ray")
 
-    folder, log, elsewhere = tmp_path / "killed", tmp_path / "log", tmp_path / "weights"
+    folder = tmp_path / "killed"
+    log = tmp_path / "log"
+    elsewhere = tmp_path / "weights"
     line = settings(
         world,
         url,

@@ -21,7 +21,9 @@ class Breaking(LocalFileSystem):
     """A local file system whose calls fail from the n-th on, as often as it is told."""
 
     protocol = "breaking"
-    calls, fails_at, failures = 0, None, 0
+    calls = 0
+    fails_at = None
+    failures = 0
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -47,7 +49,9 @@ fsspec.register_implementation("breaking", Breaking, clobber=True)
 
 @pytest.fixture
 def breaking(tmp_path):
-    Breaking.calls, Breaking.fails_at, Breaking.failures = 0, None, 0
+    Breaking.calls = 0
+    Breaking.fails_at = None
+    Breaking.failures = 0
     (tmp_path / "far").mkdir()
     return RemoteStore(f"breaking://{tmp_path}/far", "run")
 
@@ -70,7 +74,9 @@ def test_a_failure_at_any_call_leaves_it_whole_or_not_there_and_the_next_try_end
         shutil.rmtree(tmp_path / "far")
         (tmp_path / "far").mkdir()
         other = RemoteStore(f"breaking://{tmp_path}/far", "run")
-        Breaking.calls, Breaking.fails_at, Breaking.failures = 0, fails_at, 1
+        Breaking.calls = 0
+        Breaking.fails_at = fails_at
+        Breaking.failures = 1
         with pytest.raises(RemoteFailed, match="503 slow down"):
             other.upload(3, store.folder(3), store.run_dir)
         assert other.steps() == [] or fails_at > num_calls
@@ -101,9 +107,12 @@ def test_what_is_damaged_or_missing_is_not_taken(tmp_path, breaking):
 def test_only_what_is_whole_elsewhere_is_deleted_here_and_old_ones_there(tmp_path, breaking, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
     store = CheckpointStore(tmp_path / "run", 1, breaking)
-    Breaking.fails_at, Breaking.failures = 10**9, 0
+    Breaking.fails_at = 10**9
+    Breaking.failures = 0
     store.start_uploads(keep=2, deadline=0.05)
-    Breaking.fails_at, Breaking.failures = 0, 10**9  # the place is away
+    # the place is away
+    Breaking.fails_at = 0
+    Breaking.failures = 10**9
     for step in (1, 2, 3):
         write(store, step)
     store.waits_for_uploads = True
@@ -155,7 +164,8 @@ def test_before_a_checkpoint_there_is_room_or_it_is_not_begun(tmp_path, breaking
 
 def test_a_listing_that_fails_is_no_empty_place(breaking, tmp_path):
     store = CheckpointStore(tmp_path / "run", None, breaking)
-    Breaking.fails_at, Breaking.failures = 0, 10**9
+    Breaking.fails_at = 0
+    Breaking.failures = 10**9
     for ask in (breaking.steps, lambda: store.find_resume("auto", None)):
         with pytest.raises(RemoteFailed, match="503 slow down"):
             ask()

@@ -23,7 +23,10 @@ from verl.trainer.ppo.run_state import CheckpointStore
 from verl.trainer.remote import MANIFEST, RemoteFailed, RemoteStore, Uploads
 
 pytestmark = pytest.mark.slow
-BUCKET, STEP, SIZE = "bucket", 3, 6_000_000  # bytes: S3 takes it in one request, and streams it
+# bytes: S3 takes it in one request, and streams it
+BUCKET = "bucket"
+STEP = 3
+SIZE = 6_000_000
 
 
 class Bucket:
@@ -33,7 +36,8 @@ class Bucket:
 
     def __init__(self) -> None:
         self._s3 = DomainDispatcherApplication(create_backend_app)
-        self.number, self.before = 0, lambda number: None
+        self.number = 0
+        self.before = lambda number: None
         self._lock = threading.Lock()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -50,7 +54,8 @@ class Bucket:
         return self._s3(environ, start_response)
 
     def reset(self, before: Callable[[int], int | None] = lambda number: None) -> None:
-        self.number, self.before = 0, before
+        self.number = 0
+        self.before = before
 
     def close(self) -> None:
         self._server.shutdown()

@@ -44,7 +44,9 @@ class CountingTrainer:
     """Counts to `steps`, saving each; `at_step(step)` may raise, as a call on a worker that died would."""
 
     def __init__(self, config: Config, at_step=lambda step: None, steps=5) -> None:
-        self.config, self.at_step, self.steps = config, at_step, steps
+        self.config = config
+        self.at_step = at_step
+        self.steps = steps
         trainer = config.trainer
         self.checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
@@ -73,7 +75,9 @@ class Attempts:
     """Builds CountingTrainers, of which the first ones fail at the steps given."""
 
     def __init__(self, *fail_at: int, error: type[Exception] = WorkerDiedError) -> None:
-        self.fail_at, self.error, self.trainers = list(fail_at), error, []
+        self.fail_at = list(fail_at)
+        self.error = error
+        self.trainers = []
 
     def __call__(self, config: Config) -> CountingTrainer:
         assert not any(trainer.is_up for trainer in self.trainers), "the one before has ended"
@@ -141,7 +145,8 @@ def test_a_cluster_that_stays_too_small_ends_the_run_with_what_it_lacks(tmp_path
 
 
 def test_a_run_started_from_elsewhere_goes_on_from_its_own_checkpoint_only_if_that_is_later(tmp_path):
-    elsewhere, own = CheckpointStore(tmp_path / "elsewhere", None), CheckpointStore(tmp_path / "own", None)
+    elsewhere = CheckpointStore(tmp_path / "elsewhere", None)
+    own = CheckpointStore(tmp_path / "own", None)
     save(elsewhere, 2)
     save(own, 1)  # of a run before this one
     path = {"resume_mode": "from_path", "resume_from_path": str(elsewhere.folder(2))}

@@ -98,7 +98,8 @@ def test_both_branches_stay_in_the_records(tmp_path):
     run.start()
     run.fit()
     run.shutdown()
-    kept, left = lines(tmp_path / "metrics.jsonl"), lines(tmp_path / "branches/1/metrics.jsonl")
+    kept = lines(tmp_path / "metrics.jsonl")
+    left = lines(tmp_path / "branches/1/metrics.jsonl")
     assert [row["step"] for row in kept] == list(range(1, 13))
     assert [row["step"] for row in left] == [7, 8, 9, 10]
     rate = kept[0]["lr"]

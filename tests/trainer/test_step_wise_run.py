@@ -31,7 +31,8 @@ def test_a_step_wise_run_has_the_metrics_of_one_with_whole_trajectories(world, u
         varies = ("timing", "perf/", "retrieval/", "rollout/")
         return {name: x for name, x in row.items() if isinstance(x, float) and not name.startswith(varies)}
 
-    turns, trajectories = figures("true"), figures("false")
+    turns = figures("true")
+    trajectories = figures("false")
     assert (
         len(turns) == len(trajectories) and max(row.get("env/number_of_actions/max", 0) for row in turns) > 1
     )

@@ -10,7 +10,8 @@ from verl.trainer.main_ppo import run
 
 def record_updates(monkeypatch, worker, name):
     """Batches that the method gets: (the group of each row, counted as they come; number of mini-batches)."""
-    update, batches = getattr(worker, name), []
+    update = getattr(worker, name)
+    batches = []
 
     @functools.wraps(update)  # with what the decorator has noted on it
     def recorded(self, data):

@@ -14,7 +14,9 @@ from verl.trainer import main_ppo
 class Judge(ThreadingHTTPServer):
     """Stalls for every question about a lake; every other answer is worth 0.7."""
 
-    request_queue_size, daemon_threads, ended = 256, True, threading.Event()
+    request_queue_size = 256
+    daemon_threads = True
+    ended = threading.Event()
 
     class RequestHandlerClass(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -84,10 +86,8 @@ def test_a_training_step_with_a_judge_that_stalls_goes_on_without_those_rows(jud
         *(f"{k}={v}" for k, v in settings.items()),
     ]
     assert BASE_MODEL.is_dir() and main_ppo.run(line) == 0, capsys.readouterr().err
-    before, step = (
-        metrics(tmp_path / "run")[0],
-        next(row for row in metrics(tmp_path / "run") if "train/score" in row),
-    )
+    before = metrics(tmp_path / "run")[0]
+    step = next(row for row in metrics(tmp_path / "run") if "train/score" in row)
     assert step["reward/unverified/general-quality"] == step["env/left_out"] == 4
     assert step["objective/general-quality_reward"] == pytest.approx(0.7)
     assert step["reward/cost"] > 0 and step["train/score"] >= 0.7

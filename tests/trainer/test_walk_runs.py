@@ -17,7 +17,9 @@ def test_a_step_passes_the_files_of_the_walk(world, url, tmp_path, monkeypatch):
     walk = (ROOT / "docs/walk.md").read_text()
     expected = set(re.findall(r"^\| \d+ \|[^|]*\| `([^`]+)` \|", walk, re.MULTILINE))
     passed: set[str] = set()
-    begin, end, is_on = TrajectoryCollector.rounds, RayPPOTrainer._take_state, []
+    begin = TrajectoryCollector.rounds
+    end = RayPPOTrainer._take_state
+    is_on = []
 
     def rounds(self, *arguments_):
         is_on.append(True)

@@ -63,9 +63,11 @@ def micro_batch(padded=False, with_loss=True):
     ids = torch.randint(3, 50, (4, 20), generator=generator)
     ids[1, :12] = ids[0, :12]
     mask = torch.randint(0, 2, (4, 16), generator=generator)
-    mask[:2, 8], mask[3] = 1, 0
+    mask[:2, 8] = 1
+    mask[3] = 0
     attention_mask = torch.ones_like(ids)
-    attention_mask[2, 15:], mask[2, 11:] = 0, 0
+    attention_mask[2, 15:] = 0
+    mask[2, 11:] = 0
     batch = {
         "input_ids": ids,
         "attention_mask": attention_mask,

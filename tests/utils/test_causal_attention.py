@@ -43,7 +43,8 @@ def test_values_and_gradients_are_those_of_sdpa(heads, groups, window):
 def test_wanted_tokens_get_what_they_get_among_all(monkeypatch, fewest, window):
     """In a pack where sequences share a beginning, and one of them is not asked for at all."""
     monkeypatch.setattr("verl.utils.packed_attention.FEWEST_SCORES", fewest)
-    lengths, key_lengths = (70, 30, 9, 12), (70, 80, 9, 16)
+    lengths = (70, 30, 9, 12)
+    key_lengths = (70, 80, 9, 16)
     key_index = torch.cat(
         [torch.arange(70), torch.arange(50), torch.arange(70, 100), torch.arange(100, 109),
          torch.arange(100, 104), torch.arange(109, 121)]

@@ -8,7 +8,9 @@ import torch
 from verl.utils import linear_logprob
 from verl.utils.linear_logprob import linear_log_prob
 
-L, D, V = 11, 8, 37
+L = 11
+D = 8
+V = 37
 
 
 def naive(hidden, weight, labels, temperature):
@@ -70,8 +72,10 @@ def test_the_arithmetic_that_is_compiled_on_cuda_gives_the_same(problem, chunk_r
 @pytest.mark.slow
 def test_compiled_arithmetic_gives_the_log_probs_and_gradients_of_plain_one():
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(40, 16, generator=generator), torch.randn(50, 16, generator=generator)
-    labels, results = torch.randint(50, (40,), generator=generator), []
+    hidden = torch.randn(40, 16, generator=generator)
+    weight = torch.randn(50, 16, generator=generator)
+    labels = torch.randint(50, (40,), generator=generator)
+    results = []
     for compiles in (False, True):
         leaf = hidden.clone().requires_grad_()
         log_probs, entropy, _ = linear_log_prob(leaf, weight, labels, chunk_rows=16, compiles=compiles)
@@ -83,10 +87,12 @@ def test_compiled_arithmetic_gives_the_log_probs_and_gradients_of_plain_one():
 
 def test_a_frozen_head_changes_no_gradient_and_costs_none(problem, monkeypatch):
     hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
-    hidden_gradients, made = [], []
+    hidden_gradients = []
+    made = []
     zeros_like = torch.zeros_like
     for trained in (True, False):
-        leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        leaf = hidden.clone().requires_grad_()
+        head = weight.clone().requires_grad_(trained)
         log_probs, entropy, _ = linear_log_prob(leaf, head, labels, chunk_rows=4)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "zeros_like", lambda x, **kw: made.append(x.shape) or zeros_like(x, **kw))
@@ -143,7 +149,8 @@ def test_logits_never_exceed_one_chunk(problem, monkeypatch):
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 128), ("meta", 2048)])
 def test_an_accelerator_takes_2048_rows_of_a_large_vocabulary_at_once(device, rows, monkeypatch):
     """The head's gradient, of its size in float32, is read and written once for each chunk."""
-    taken, real = [], linear_logprob._logits
+    taken = []
+    real = linear_logprob._logits
     monkeypatch.setattr(linear_logprob, "_logits", lambda *x: taken.append(len(x[0])) or real(*x))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # `meta` has none
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())

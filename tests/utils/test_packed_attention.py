@@ -66,7 +66,8 @@ def run(model, ids, positions, **kwargs):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_logits_and_gradients_equal_those_of_each_sequence_alone(name):
-    packed, eager = build(name, PACKED_ATTENTION), build(name, "eager")
+    packed = build(name, PACKED_ATTENTION)
+    eager = build(name, "eager")
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 50, (1, n), generator=generator) for n in LENGTHS]
     weights = [torch.randn(n, 50, generator=generator) for n in LENGTHS]
@@ -101,7 +102,8 @@ def test_what_packed_attention_cannot_do_is_refused():
 def test_flash_attention_3_is_taken_where_its_package_and_a_hopper_gpu_are(
     monkeypatch, package, capability, taken
 ):
-    find_spec, activated = importlib.util.find_spec, []
+    find_spec = importlib.util.find_spec
+    activated = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == package or find_spec(name))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)

@@ -70,7 +70,8 @@ def alike_rows():
     other = torch.randint(0, 50, (8, 24), generator=generator).tolist()
     rows = [stem[0][:20], stem[0][:20], stem[0][:12] + other[0][:6], stem[0][:4] + other[1][:14]]
     rows += [stem[0][:9], stem[1][:5] + other[2][:3], stem[1][:18]]
-    width, prompt = 20, 3
+    width = 20
+    prompt = 3
     batch = {"input_ids": torch.zeros(len(rows), prompt + width, dtype=torch.int64)}
     batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
     batch["response_mask"] = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -104,6 +105,7 @@ def test_sharing_changes_neither_values_nor_gradients(name, kind):
     shared = pack_rows(batch, range(7), "cpu")
     padded = pack_rows(batch, range(7), "cpu", pad_to_longest=True)
     assert shared.input_ids.shape[1] < 0.6 * int(batch["attention_mask"].sum())
-    got, want = outcome(module, shared, *arguments), outcome(module, padded, *arguments)
+    got = outcome(module, shared, *arguments)
+    want = outcome(module, padded, *arguments)
     for ours, theirs in zip(got[0] + got[1], want[0] + want[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -57,7 +57,8 @@ def damage(path, offset=-3):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_version_is_read_bit_for_bit_and_small_changes_are_small(tmp_path, dtype):
-    writer, reader = WeightWriter(tmp_path / "w", 50, ["r"]), WeightReader(tmp_path / "w", "r")
+    writer = WeightWriter(tmp_path / "w", 50, ["r"])
+    reader = WeightReader(tmp_path / "w", "r")
     weights = model(dtype=dtype)
     weights["b"][:3] = torch.tensor([float("nan"), float("inf"), -0.0])
     sizes = []
@@ -78,8 +79,10 @@ def test_each_version_is_read_bit_for_bit_and_small_changes_are_small(tmp_path, 
 
 
 def test_tensors_that_were_read_do_not_change_when_the_next_version_is(tmp_path):
-    writer, reader = WeightWriter(tmp_path / "w", 50, ["r"]), WeightReader(tmp_path / "w", "r")
-    first, second = model(), updated(model())
+    writer = WeightWriter(tmp_path / "w", 50, ["r"])
+    reader = WeightReader(tmp_path / "w", "r")
+    first = model()
+    second = updated(model())
     writer.write(first.items(), 0)
     held = reader.read(0)
     writer.write(second.items(), 1)
@@ -99,7 +102,9 @@ def test_where_most_bytes_change_or_tensors_are_others_all_are_written(tmp_path)
 
 def test_anchors_come_every_so_often_and_sooner_when_deltas_outweigh_them(tmp_path):
     def kinds(anchor_every, share):
-        writer, weights, found = WeightWriter(tmp_path / "w", anchor_every, []), model(), ""
+        writer = WeightWriter(tmp_path / "w", anchor_every, [])
+        weights = model()
+        found = ""
         for version in range(7):
             found += writer.write(weights.items(), version)["kind"][0]
             weights = updated(weights, share, version)
@@ -111,7 +116,8 @@ def test_anchors_come_every_so_often_and_sooner_when_deltas_outweigh_them(tmp_pa
 
 
 def test_a_new_reader_and_one_that_missed_versions_arrive_at_the_same(tmp_path):
-    writer, late = WeightWriter(tmp_path / "w", 4, ["late", "new"]), WeightReader(tmp_path / "w", "late")
+    writer = WeightWriter(tmp_path / "w", 4, ["late", "new"])
+    late = WeightReader(tmp_path / "w", "late")
     history = [model()]
     for version in range(10):
         writer.write(history[-1].items(), version)
@@ -123,8 +129,10 @@ def test_a_new_reader_and_one_that_missed_versions_arrive_at_the_same(tmp_path):
 
 
 def test_a_wrong_checksum_is_noticed_and_the_anchor_helps_where_it_can(tmp_path, caplog):
-    writer, reader = WeightWriter(tmp_path / "w", 50, ["r"]), WeightReader(tmp_path / "w", "r")
-    first, second = model(), updated(model())
+    writer = WeightWriter(tmp_path / "w", 50, ["r"])
+    reader = WeightReader(tmp_path / "w", "r")
+    first = model()
+    second = updated(model())
     writer.write(first.items(), 0)
     writer.write(second.items(), 1)
     reader.read(0)
@@ -176,7 +184,8 @@ def test_what_is_missing_is_named(tmp_path):
 def test_a_version_goes_when_all_have_read_and_nobody_can_need_it(tmp_path):
     writer = WeightWriter(tmp_path / "w", 3, ["quick", "slow"])
     quick, slow = (WeightReader(tmp_path / "w", name) for name in ("quick", "slow"))
-    history, there = [model()], []
+    history = [model()]
+    there = []
     for version in range(9):
         writer.write(history[-1].items(), version)
         quick.read(version)
@@ -202,7 +211,8 @@ def test_a_writer_begins_with_an_empty_folder_and_leaves_none(tmp_path):
 
 
 def test_what_could_not_be_written_is_said_to_readers_and_to_the_writer(tmp_path):
-    writer, reader = WeightWriter(tmp_path / "w", 50, ["r"]), WeightReader(tmp_path / "w", "r")
+    writer = WeightWriter(tmp_path / "w", 50, ["r"])
+    reader = WeightReader(tmp_path / "w", "r")
     (tmp_path / "w" / "1").write_text("in the way")
     writer.begin(list(model().items()), 1)
     with pytest.raises(WeightsUnreadable, match="weights 1 were not written: FileExistsError"):

@@ -109,20 +109,24 @@ def prose(rng: random.Random) -> str:
 
 def cases() -> list[tuple[str, str, object, int, dict]]:
     """See above."""
-    rng, made = random.Random(1612), []
+    rng = random.Random(1612)
+    made = []
 
     def add(name: str, text: str, label: object, tokens: int = 0, **settings: object) -> None:
         made.append((name, text, label, tokens, settings))
 
     for _ in range(80):
-        number, other = rng.choice(NUMBERS), rng.choice(NUMBERS)
+        number = rng.choice(NUMBERS)
+        other = rng.choice(NUMBERS)
         text = rng.choice(["So {} and {}", "first {}, then {}.", "#### {} = {}", "none", "{}{}"]).format(
             other, number
         )
         add("gsm8k", text, rng.choice([number, number.replace(",", ""), other]).replace(",", ""))
     for name, count in (("math", 140), ("strict_math", 60)):
         for _ in range(count):
-            answer, label, other = rng.choice(LATEX), rng.choice(LATEX), rng.choice(LATEX)
+            answer = rng.choice(LATEX)
+            label = rng.choice(LATEX)
+            other = rng.choice(LATEX)
             label = answer if rng.random() < 0.4 else label
             forms = [r"so \boxed{@}", "then $#$ and $@$", "@", r"\boxed{#} or \boxed{@}", "it is $@$"]
             forms += [
@@ -149,7 +153,8 @@ def cases() -> list[tuple[str, str, object, int, dict]]:
             add(name, rng.choice(form).format(" ".join(words)), label)
     for name in ("max_length", "up_to_max_length"):
         for _ in range(30):
-            label, tokens = str(rng.randint(0, 400)), rng.randint(0, 500)
+            label = str(rng.randint(0, 400))
+            tokens = rng.randint(0, 500)
             add(name, "text", label, tokens, length_range=rng.choice([100, 600]))
     for names, name in ((IFEVAL, "ifeval"), (OLD, "ifeval_old")):
         for each, arguments in names.items():

@@ -47,7 +47,8 @@ THEIRS = set(VERIFIERS) - {"reasoning_gym"}
 
 def pairs():
     """(name, response, label, their score, our score) of each case."""
-    rows, theirs = cases(), json.loads(gzip.decompress(RECORDED.read_bytes()))
+    rows = cases()
+    theirs = json.loads(gzip.decompress(RECORDED.read_bytes()))
     assert len(rows) == len(theirs) >= 1000 and {name for name, *_ in rows} == THEIRS
     ours: list[float | None] = [None] * len(rows)
     together: dict[str, list[int]] = {}

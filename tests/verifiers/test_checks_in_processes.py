@@ -30,7 +30,8 @@ def math():
 def calls(function, first):
     """A verifier whose samples are arguments of a function."""
     verifier = CheckedVerifier()
-    verifier.workers, verifier._call = KillableWorkers(function, 5.0, [first]), lambda sample: [sample]
+    verifier.workers = KillableWorkers(function, 5.0, [first])
+    verifier._call = lambda sample: [sample]
     return verifier
 
 

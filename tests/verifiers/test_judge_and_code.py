@@ -24,7 +24,8 @@ class StandIn:
     to stall."""
 
     def __init__(self, answer):
-        self.asked, stand_in = [], self
+        self.asked = []
+        stand_in = self
         self.stop = threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,7 +101,8 @@ def test_a_judge_is_asked_about_the_answer_and_its_score_is_scaled(stand_in, mon
 
 def test_each_type_has_a_prompt_and_a_range_of_its_own_and_one_judge_serves_them(stand_in):
     server = stand_in(lambda prompt, n: '```json\n{"REASONING": "a \\"b\\"\n", "SCORE": "1"}\n```')
-    shared, judges = settings(server), set()
+    shared = settings(server)
+    judges = set()
     for kind in ("quality", "quality_rubric", "safety", "factuality", "creative_writing", "refusal"):
         verifier = make_verifier(f"general-{kind}", shared)
         (verdict,) = verifier.verify_many([sample()])
@@ -181,7 +183,8 @@ def test_a_verdict_is_paid_once_also_by_a_run_that_goes_on(stand_in, tmp_path):
 
 
 def test_a_run_that_begins_anew_counts_nothing_of_the_old_runs_folder(stand_in, tmp_path):
-    server, run = stand_in(lambda prompt, n: '{"SCORE": 5}'), tmp_path / "run"
+    server = stand_in(lambda prompt, n: '{"SCORE": 5}')
+    run = tmp_path / "run"
     make_verifier("general-quality", settings(server, run, prices=[1.0, 10.0])).verify_many([sample()])
     limited = settings(server, run, prices=[1.0, 10.0], cost_limit=0.002)
     verifier = make_verifier("general-quality", limited)
@@ -249,7 +252,8 @@ class Client:
     """Says what a code server would."""
 
     def __init__(self, *replies):
-        self.replies, self.asked = list(replies), []
+        self.replies = list(replies)
+        self.asked = []
 
     def test(self, *arguments):
         self.asked.append(arguments)
@@ -307,7 +311,8 @@ def test_one_test_alone_is_a_list_of_one_and_labels_that_are_no_tests_are_refuse
 @pytest.mark.slow
 def test_programs_are_tested_by_a_server_of_their_own_and_a_dead_one_makes_no_zero():
     verifier = make_verifier("code", VerifierSettings(VerifiersConfig()))
-    right, wrong = "```\ndef f(x): return x + 1\n```", "```\ndef f(x): return 2\n```"
+    right = "```\ndef f(x): return x + 1\n```"
+    wrong = "```\ndef f(x): return 2\n```"
     verdicts = verifier.verify_many([Sample(text, TESTS) for text in (right, wrong)])
     verifier.close()
     assert [each.score for each in verdicts] == [1.0, 0.5]

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine.snapshot import BackgroundWriter
 
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
 SIZES = {  # (fsdp_size, sequence parallel), and the variant of `sharded_ranks`
     "replicated": (1, 1, "packed"),
     "hybrid": (2, 1, "rows of 1"),
@@ -58,7 +59,8 @@ def actor_of(model_path, layout, kind, world_size):
 
 def update(worker):
     """One optimizer step: (metrics, whole gradients, whole weights after it)."""
-    engine, seen = worker.engine, {}
+    engine = worker.engine
+    seen = {}
     step = engine.step
 
     def recorded(discard=False):
@@ -104,9 +106,11 @@ def run(rank, world_size, model_path, out):
     config = settings(model_path, "packed")
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = 2
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2
-    resumed, again = make_actor(config, world_size), make_actor(config, world_size)
+    resumed = make_actor(config, world_size)
+    again = make_actor(config, world_size)
     resumed.engine.load(out / "checkpoint")
-    folder, writer = out / "checkpoint_of_4", BackgroundWriter()
+    folder = out / "checkpoint_of_4"
+    writer = BackgroundWriter()
     snapshots = [
         resumed.engine.snapshot(folder),
         resumed.engine.snapshot_hf(

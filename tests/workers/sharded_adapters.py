@@ -8,7 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine.reference import Reference
 
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
 LORA = [f"{MODEL}.lora_rank=4"]
 MUON = [f"{ACTOR}.optim.name=muon"]
 KEEP = [f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
@@ -55,7 +56,8 @@ def reset_references(model_path, kind, rank, world_size, out):
     def log_probs(engine):
         return compute_log_prob(engine, my_rows(rank, world_size), actor.limits, 1.0)
 
-    reference, loaded = Reference(actor.engine, own), Reference(other.engine, others_own)
+    reference = Reference(actor.engine, own)
+    loaded = Reference(other.engine, others_own)
     actor.update_policy(my_rows(rank, world_size))
     results = [log_probs(actor.engine)]
     reference.reset()
@@ -99,7 +101,8 @@ def _gathered_after_passes(model_path, rank, world_size):
     """(in the middle of an update, at its end): whether a layer's weights are whole on this rank."""
     actor = make(model_path, "muon, kept", world_size)
     layer = next(m for m in actor.engine.module.model.modules() if isinstance(m, FSDPModule))
-    seen, backward = [], actor.engine._backward
+    seen = []
+    backward = actor.engine._backward
 
     def watched(loss, is_last):
         backward(loss, is_last)

@@ -98,7 +98,8 @@ def first_run(rank, world_size, model_path, out):
         actor.update_policy(my_rows(rank, world_size, seed))
     save(actor.engine, out / "checkpoint")
     results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
-    results["gathered_as"], gather = set(), DTensor.full_tensor
+    results["gathered_as"] = set()
+    gather = DTensor.full_tensor
 
     def gather_and_note(tensor):
         results["gathered_as"].add(tensor.dtype)

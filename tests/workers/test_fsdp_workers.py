@@ -37,7 +37,8 @@ def test_with_offloaded_weights_the_rollout_engine_holds_none_between_uses(make_
     """Set by hand here: the key acts on CUDA, where the engine's references would keep memory taken."""
     group = actor_group(make_group, model_path)
     first = group.generate_sequences(gen_batch()).batch
-    expected, log_probs = first["responses"], first["rollout_log_probs"]
+    expected = first["responses"]
+    log_probs = first["rollout_log_probs"]
     worker = group._worker
     worker.engine.offloads_params = True
     for _ in range(2):
@@ -88,7 +89,8 @@ def test_the_teacher_is_a_frozen_model_of_its_own_that_distillation_learns_from(
         f"actor_rollout_ref.teacher.path={teacher_path}",
         "actor_rollout_ref.actor.policy_loss.loss_mode=distillation",
     )
-    group, batch = actor_group(make_group, model_path, "actor", *overrides), make_batch()
+    group = actor_group(make_group, model_path, "actor", *overrides)
+    batch = make_batch()
     expected = actor_group(make_group, teacher_path, "actor").compute_log_prob(batch).batch["old_log_probs"]
     teacher = group.compute_teacher_log_prob(batch).batch["teacher_log_prob"]
     assert torch.equal(teacher, expected)
@@ -176,9 +178,12 @@ def test_while_a_checkpoint_is_made_the_rollout_engine_sleeps(make_group, model_
 @pytest.mark.parametrize(("name", "level"), [("vllm", 2), ("native", 1)])
 def test_on_a_gpu_vllm_keeps_no_copy_of_weights_that_an_update_replaces(model_path, name, level):
     config = make_config(model_path, f"actor_rollout_ref.rollout.name={name}").actor_rollout_ref
-    worker, levels = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker), []
-    worker.config, worker.device = config, torch.device("cuda")
-    worker.engine, worker._rollout_weights_stale = SimpleNamespace(offloads_params=False), False
+    worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
+    levels = []
+    worker.config = config
+    worker.device = torch.device("cuda")
+    worker.engine = SimpleNamespace(offloads_params=False)
+    worker._rollout_weights_stale = False
     worker._sleep(SimpleNamespace(sleep=levels.append))
     assert levels == [level] and worker._rollout_weights_stale == (level == 2)
 

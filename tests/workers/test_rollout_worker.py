@@ -45,7 +45,8 @@ def pairs():
 
 def polled(worker, num_rows):
     """uid and versions of so many rows that have ended."""
-    found, due = [], time.monotonic() + 60
+    found = []
+    due = time.monotonic() + 60
     while len(found) < num_rows and time.monotonic() < due:
         if (batch := worker.poll(0.1)) is not None:
             records = batch.non_tensor_batch["trajectory"]

@@ -59,7 +59,8 @@ def plain_loss(model_path, data, dtype=torch.float64):
     """Summed negative log-likelihood of the trained tokens, row by row with Hugging Face's own forward pass,
     their number, and the gradient of the mean by parameter."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-    total, count = torch.zeros((), dtype=dtype), 0
+    total = torch.zeros((), dtype=dtype)
+    count = 0
     for row in range(len(data)):
         length = int(data.tensors["attention_mask"][row].sum())
         ids = data.tensors["input_ids"][row, :length]
@@ -99,7 +100,8 @@ def test_loss_and_gradient_are_those_of_a_plain_float64_loop_however_rows_are_sp
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_says_in_which_row(make_worker, caplog):
-    worker, data = make_worker(), make_rows()
+    worker = make_worker()
+    data = make_rows()
     data.non_tensor_batch["uid"] = torch.arange(len(data)).numpy().astype(object)
     weights = worker.engine.module.model.get_input_embeddings().weight
     with torch.no_grad():
@@ -112,7 +114,8 @@ def test_an_update_that_is_not_finite_is_skipped_and_says_in_which_row(make_work
 
 
 def test_a_checkpoint_goes_on_to_the_same_weights_and_is_a_model_too(make_worker, tmp_path, model_path):
-    first, data = make_worker(), make_rows()
+    first = make_worker()
+    data = make_rows()
     first.update(data)
     first.save_checkpoint(str(tmp_path))
     first.update(data)
@@ -129,7 +132,8 @@ def test_a_checkpoint_goes_on_to_the_same_weights_and_is_a_model_too(make_worker
 
 
 def test_adapters_are_trained_alone_and_merged_into_what_is_saved(make_worker, tmp_path, model_path):
-    worker, data = make_worker("model.lora_rank=2", "optim.lr=0.1"), make_rows()
+    worker = make_worker("model.lora_rank=2", "optim.lr=0.1")
+    data = make_rows()
     names = [name for name, p in worker.engine.module.named_parameters() if p.requires_grad]
     assert names and all("lora_" in name for name in names)
     for _ in range(5):

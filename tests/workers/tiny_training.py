@@ -91,7 +91,8 @@ def make_batch(num_rows=8, seed=0, pad_id=0, shift=0.5) -> DataProto:
     by `shift`.
     """
     generator = torch.Generator().manual_seed(seed)
-    prompt_width, response_width = 5, 14
+    prompt_width = 5
+    response_width = 14
     attention = torch.zeros(num_rows, prompt_width + response_width, dtype=torch.int64)
     response_mask = torch.zeros(num_rows, response_width, dtype=torch.int64)
     for row in range(num_rows):
@@ -136,7 +137,8 @@ def make_actor(config: Config, world_size=1) -> DataParallelPPOActor:
         block.actor.grad_clip,
         block.actor.ulysses_sequence_parallel_size,
     )
-    packed, num_sharing = block.model.use_remove_padding, block.actor.ulysses_sequence_parallel_size
+    packed = block.model.use_remove_padding
+    num_sharing = block.actor.ulysses_sequence_parallel_size
     limits = MicroBatchLimits.from_config(block.actor, "ppo", CPU, packed, num_sharing)
     return DataParallelPPOActor(block.actor, engine, limits, block.rollout.temperature, block.rollout.n)
 
@@ -154,7 +156,8 @@ def make_critic(config: Config, world_size=1) -> DataParallelPPOCritic:
         block.grad_clip,
         block.ulysses_sequence_parallel_size,
     )
-    packed, num_sharing = block.model.use_remove_padding, block.ulysses_sequence_parallel_size
+    packed = block.model.use_remove_padding
+    num_sharing = block.ulysses_sequence_parallel_size
     limits = MicroBatchLimits.from_config(block, "ppo", CPU, packed, num_sharing)
     return DataParallelPPOCritic(block, engine, limits)
 
@@ -165,7 +168,8 @@ def reference_log_probs(model_path, batch, temperature=1.0):
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
     mask = batch.batch["response_mask"]
-    log_probs, entropies = [], []
+    log_probs = []
+    entropies = []
     for ids, attention in zip(batch.batch["input_ids"], batch.batch["attention_mask"], strict=True):
         sequence = ids[attention.bool()]
         log_p = (model(sequence[None]).logits[0, :-1] / temperature).log_softmax(-1)
@@ -193,7 +197,8 @@ def gradients_of(engine, update):
         engine.optimizer.zero_grad(set_to_none=True)
         return 1.0, not discard
 
-    engine.step, kept = hold, engine.step
+    kept = engine.step
+    engine.step = hold
     try:
         with warnings.catch_warnings():  # the schedule notices that the optimizer did not step
             warnings.simplefilter("ignore", UserWarning)
@@ -210,7 +215,8 @@ def assert_same_gradients(actual, expected, tolerance=1e-5):
     """Relative to the norm of each parameter's gradient."""
     assert actual.keys() == expected.keys()
     for name, want in expected.items():
-        error, size = (actual[name] - want).norm().item(), want.norm().item()
+        error = (actual[name] - want).norm().item()
+        size = want.norm().item()
         assert error <= tolerance * size + 1e-8, f"{name}: off by {error} of {size}"
 
 

@@ -32,8 +32,11 @@ class EnvironmentAgent:
         """environments: which it owns. `on_event` hears what happens as it happens; it needs an engine with
         `partial`.
         """
-        self.tokenizer, self.engine, self.config = tokenizer, engine, config
-        self.environments, self.on_event = environments, on_event
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.config = config
+        self.environments = environments
+        self.on_event = on_event
         self.codec = Codec(tokenizer, config, environments.block.observation_format)
 
     def run_llm_loop(self, gen_batch: DataProto) -> DataProto:
@@ -53,28 +56,34 @@ class EnvironmentAgent:
             process, so that parts can be joined); gen_batch's columns but `continuation`, and `trajectory`:
             `Trajectory.record`. meta_info `metrics`: `rollout/*` figures of this process and `figures`.
         """
-        columns, meta_info = gen_batch.non_tensor_batch, gen_batch.meta_info
+        columns = gen_batch.non_tensor_batch
+        meta_info = gen_batch.meta_info
         trajectories = self.trajectories(gen_batch)
         groups = columns["uid"].tolist() if "uid" in columns and not meta_info.get("validate") else None
-        params, keeps = self.sampling_params(meta_info), meta_info.get("keep_partial", False)
+        params = self.sampling_params(meta_info)
+        keeps = meta_info.get("keep_partial", False)
         loop = TrajectoryLoop(self, params, trajectories, groups=groups, keep_partial=keeps)
         loop.run()
         return self.batch(trajectories, columns, self.figures(trajectories) | loop.load.metrics())
 
     def trajectories(self, gen_batch: DataProto) -> list[Trajectory]:
         """Those of a batch's rows, to be begun or gone on with."""
-        config, columns = self.config, gen_batch.non_tensor_batch
+        config = self.config
+        columns = gen_batch.non_tensor_batch
         seeds = gen_batch.tensors["sampling_seeds"].tolist()
-        longest, asked = config.max_start_length, columns["raw_prompt_ids"]
+        longest = config.max_start_length
+        asked = columns["raw_prompt_ids"]
         prompts = [cut_prompt(self.tokenizer, list(map(int, ids)), longest) for ids in asked]
         nothing: list[Any] = [None] * len(seeds)
-        states, episodes = columns.get("continuation", nothing), columns.get("episode", nothing)
+        states = columns.get("continuation", nothing)
+        episodes = columns.get("episode", nothing)
         trajectories = []
         for row, (ids, seed, state) in enumerate(zip(prompts, seeds, states, strict=True)):
             is_new = state is None
             made = Trajectory(row, ids, seed) if is_new else Trajectory.continued(row, ids, seed, state)
             if (episode := episodes[row]) is not None:
-                made.env_class, made.messages = episode["env_class"], episode["prompt"]
+                made.env_class = episode["env_class"]
+                made.messages = episode["prompt"]
                 made.extras = episode["extras"]
             made.max_turns = row_max_turns(made.extras) or config.max_turns
             trajectories.append(made)
@@ -93,7 +102,8 @@ class EnvironmentAgent:
         self, trajectories: Sequence[Trajectory], columns: Mapping[str, Any], metrics: dict[str, float]
     ) -> DataProto:
         """What `run_llm_loop` returns of trajectories that have ended; columns: of their rows."""
-        config, pad = self.config, self.tokenizer.pad_token_id or 0
+        config = self.config
+        pad = self.tokenizer.pad_token_id or 0
         tensors = to_tensors(trajectories, config.max_start_length, config.max_prompt_length, pad)
         records = [each.record(self.codec.decode_prompt(tuple(each.prompt_ids))) for each in trajectories]
         non_tensors = {**columns, "trajectory": records}

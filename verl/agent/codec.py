@@ -40,7 +40,8 @@ class Codec:
 
     def __init__(self, tokenizer: Any, config: AgentConfig, observation_format: str | None = None) -> None:
         """observation_format: see `environment.observation_format`."""
-        self.tokenizer, self.max_obs_length = tokenizer, config.max_obs_length
+        self.tokenizer = tokenizer
+        self.max_obs_length = config.max_obs_length
         self._format = observation_format
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(config.eos_token_ids) | (set() if eos is None else {eos})
@@ -180,7 +181,8 @@ def to_tensors(
     response_mask = np.zeros((num_rows, response_width), dtype=np.int64)
     log_probs = np.zeros((num_rows, response_width), dtype=np.float32)
     for row, trajectory in enumerate(trajectories):
-        start, length = prompt_width - len(trajectory.prompt_ids), len(trajectory.response_ids)
+        start = prompt_width - len(trajectory.prompt_ids)
+        length = len(trajectory.response_ids)
         input_ids[row, start:prompt_width] = trajectory.prompt_ids
         input_ids[row, prompt_width : prompt_width + length] = trajectory.response_ids
         attention_mask[row, start : prompt_width + length] = 1

@@ -23,7 +23,8 @@ class EngineLoad:
     """One batch on one engine."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine, self._before = engine, engine.stats()
+        self._engine = engine
+        self._before = engine.stats()
         self._seen: list[Mapping[str, float]] = []
 
     def sample(self, num_steps: int) -> None:

@@ -78,10 +78,16 @@ class TrajectoryLoop:
         to cut stragglers by; None: none is cut. keep_partial: stragglers end as "kept" instead of "cut",
         unless they were kept before.
         """
-        self.codec, self.engine, self.environments = agent.codec, agent.engine, agent.environments
-        self.config, self.params, self.on_event = agent.config, params, agent.on_event
+        self.codec = agent.codec
+        self.engine = agent.engine
+        self.environments = agent.environments
+        self.config = agent.config
+        self.params = params
+        self.on_event = agent.on_event
         self.live = {trajectory.row: trajectory for trajectory in trajectories}
-        self.keep_partial, self.num_in_flight, self.num_steps = keep_partial, 0, 0
+        self.keep_partial = keep_partial
+        self.num_in_flight = 0
+        self.num_steps = 0
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
         self.load = EngineLoad(self.engine)
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
@@ -194,7 +200,8 @@ class TrajectoryLoop:
             trajectory.version_last = completion.version_last
             text = self.codec.decode_turn(trajectory.response_ids[start:end])
             self._show(trajectory, text)
-            trajectory.num_shown, trajectory.stopped_by = 0, completion.finish_reason
+            trajectory.num_shown = 0
+            trajectory.stopped_by = completion.finish_reason
             trajectory.turns.append(Turn("step", text, start, end, version_first=version))
             self.asking.append(trajectory)
         self._take_turns()
@@ -203,7 +210,8 @@ class TrajectoryLoop:
         """Gives the last turns of those that ask to their environments, of one environment together. What is
         there at once is dealt with here, in their order, the rest when it comes.
         """
-        asking, self.asking = self.asking, []
+        asking = self.asking
+        self.asking = []
         by_class: dict[str, list[Trajectory]] = {}
         for trajectory in asking:
             by_class.setdefault(trajectory.env_class, []).append(trajectory)
@@ -213,7 +221,8 @@ class TrajectoryLoop:
             if self.environments[env_class].reads_usage:
                 for trajectory in members:
                     written = trajectory.turns[-1].end - trajectory.turns[-1].start
-                    read, is_cut = len(trajectory.context) - written, trajectory.stopped_by == "length"
+                    read = len(trajectory.context) - written
+                    is_cut = trajectory.stopped_by == "length"
                     trajectory.episode.env.usage = (read, written, is_cut)  # type: ignore[union-attr]
             outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
             results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
@@ -222,7 +231,8 @@ class TrajectoryLoop:
             result = results[trajectory.row]
             if isinstance(result, ActionUnderWay):
                 turn = trajectory.turns[-1]
-                turn.action, turn.details = result.action, result.metadata
+                turn.action = result.action
+                turn.details = result.metadata
                 self._emit("action", trajectory, details=turn.details)
                 self.waiting[trajectory.row] = PendingStep(trajectory, result.future, due, result.output)
             elif isinstance(result, Future):
@@ -266,11 +276,13 @@ class TrajectoryLoop:
         if isinstance(output, Exception):
             self._fail(trajectory, output)
             return
-        turn, environment = trajectory.turns[-1], self.environments[trajectory.env_class]
+        turn = trajectory.turns[-1]
+        environment = self.environments[trajectory.env_class]
         if trajectory.env_class != SEARCH and (mistake := mistake_of(output, turn.text)) is not None:
             self._fail(trajectory, EpisodeFailed(mistake))
             return
-        turn.action, turn.reward = output.get("action", turn.action), output["reward"]
+        turn.action = output.get("action", turn.action)
+        turn.reward = output["reward"]
         details = output.get("metadata") or {}
         turn.details = details if "action" in output else {"metadata": details}
         if output["done"]:
@@ -323,7 +335,8 @@ class TrajectoryLoop:
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         """Ends a trajectory that its environment could not take: nothing is learnt from it."""
-        reason, trajectory.error = "env_failed", describe(error)
+        reason = "env_failed"
+        trajectory.error = describe(error)
         if isinstance(error, EpisodeFailed | CouldNotVerify):
             reason = error.reason if isinstance(error, EpisodeFailed) else "unverified"
             trajectory.error = str(error)
@@ -361,7 +374,8 @@ class TrajectoryLoop:
             self.unstarted.append(trajectory.session_id)
 
     def _finish(self, trajectory: Trajectory, reason: str) -> None:
-        trajectory.finish_reason, trajectory.room = reason, self.max_context - trajectory.num_tokens
+        trajectory.finish_reason = reason
+        trajectory.room = self.max_context - trajectory.num_tokens
         self.num_in_flight -= 1
         if trajectory.session_id is not None:
             del self.sessions[trajectory.session_id]
@@ -373,7 +387,8 @@ class TrajectoryLoop:
 
     def _close(self, trajectory: Trajectory) -> None:
         """Ends its environment, if it has one."""
-        episode, trajectory.episode = trajectory.episode, None
+        episode = trajectory.episode
+        trajectory.episode = None
         if episode is not None:
             self.environments[trajectory.env_class].close(episode)
             self.ended.append((trajectory, episode))
@@ -408,7 +423,8 @@ class TrajectoryLoop:
                 self._cut(self.live[row])
 
     def _cut(self, trajectory: Trajectory) -> None:
-        environment, episode = self.environments[trajectory.env_class], trajectory.episode
+        environment = self.environments[trajectory.env_class]
+        episode = trajectory.episode
         assert episode is not None  # it has started
         under_way = self.waiting.pop(trajectory.row, None)
         if under_way is not None:
@@ -430,7 +446,8 @@ class TrajectoryLoop:
 
     def _settled(self, session_id: int, episode: Episode) -> Partial:
         """What a session's running turn has sampled, as far as no stop string may have begun in it."""
-        begun, stop = self.engine.partial(session_id), self.codec.stop(episode.stop)
+        begun = self.engine.partial(session_id)
+        stop = self.codec.stop(episode.stop)
         length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
         return Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
 

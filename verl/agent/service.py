@@ -78,10 +78,12 @@ class TrajectoryService(TrajectoryLoop):
             self._take_weights()
 
     def _take_weights(self) -> None:
-        load, self._waiting_weights = self._waiting_weights, None
+        load = self._waiting_weights
+        self._waiting_weights = None
         assert load is not None
         load()
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         for trajectory, token_ids in held:
             super()._go_on(trajectory, token_ids)
 
@@ -101,7 +103,8 @@ class TrajectoryService(TrajectoryLoop):
             if trajectory.finish_reason:
                 copies.append(trajectory)
                 continue
-            episode, env_class = trajectory.episode, trajectory.env_class
+            episode = trajectory.episode
+            env_class = trajectory.env_class
             if episode is not None and not self.environments[env_class].stateless:
                 copy = Trajectory(trajectory.row, trajectory.prompt_ids, trajectory.seed, env_class=env_class)
                 copy.columns = trajectory.columns

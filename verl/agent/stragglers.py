@@ -20,7 +20,8 @@ class StragglerWatch:
 
     def __init__(self, factor: float, groups: Sequence[Hashable]) -> None:
         """`groups`: the group of each row. A row that is over before the batch starts: `skip`."""
-        self.factor, self._groups = factor, list(groups)
+        self.factor = factor
+        self._groups = list(groups)
         self._sizes = Counter(groups)
         self._unfinished: dict[Hashable, set[int]] = {}
         for row, group in enumerate(groups):

@@ -82,7 +82,9 @@ def generation_eos_ids(model: str | None) -> tuple[int, ...]:
         eos = ModelGenerationConfig.from_pretrained(Path(model).expanduser()).eos_token_id
     except OSError:
         return ()
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 @dataclass
@@ -172,7 +174,8 @@ class Trajectory:
             state: its `response_ids`, `response_mask`, `log_probs` without padding, and its `record`.
         """
         record = state["record"]
-        kept, is_open = record.get("kept", {}), record["finish_reason"] == KEPT
+        kept = record.get("kept", {})
+        is_open = record["finish_reason"] == KEPT
         turns = [Turn.of_record(turn) for turn in record["turns"]]
         names = ("version_first", "version_last", "num_begun", "version_begun", "env_metrics")
         as_then: dict[str, Any] = {name: record[name] for name in names if name in record}

@@ -156,8 +156,10 @@ class RunningBaseline:
         """
         mask = response_mask.bool()
         keys = [str(key) for key in baseline_keys]
-        scores, groups = outcome_scores(token_level_rewards, mask), Groups.of(keys, mask.any(dim=-1))
-        means, counts = groups.mean(scores).tolist(), groups.count().tolist()
+        scores = outcome_scores(token_level_rewards, mask)
+        groups = Groups.of(keys, mask.any(dim=-1))
+        means = groups.mean(scores).tolist()
+        counts = groups.count().tolist()
         new = {}
         for key, mean, count in zip(keys, means, counts, strict=True):
             kept = self.decay**count
@@ -265,12 +267,15 @@ def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tup
     """(advantages, returns) [N, R] of the named estimator; both are 0 where nothing was sampled. ValueError:
     an input that the estimator needs is None, or does not fit the others.
     """
-    fn, what = get_adv_estimator_fn(adv_estimator), f"Estimator {plain_name(adv_estimator)!r}"
+    fn = get_adv_estimator_fn(adv_estimator)
+    what = f"Estimator {plain_name(adv_estimator)!r}"
     if not inputs.turn_credit:
         return call_with(fn, inputs, what)
     if inputs.turn_ids is None or inputs.turn_rewards is None:
         raise ValueError("Credit for turns needs turn_ids and turn_rewards, which this batch does not have.")
-    mask, turns, credit = inputs.response_mask, (inputs.turn_ids, inputs.turn_rewards), inputs.turn_credit
+    mask = inputs.response_mask
+    turns = (inputs.turn_ids, inputs.turn_rewards)
+    credit = inputs.turn_credit
     if fn in _TOKEN_WISE:
         rewards = add_turn_rewards(inputs.token_level_rewards, mask, *turns, credit)
         return call_with(fn, replace(inputs, token_level_rewards=rewards), what)
@@ -316,7 +321,8 @@ def turn_advantages(
     come, as GTPO does (Ding et al. 2025, arXiv:2511.14846; here undiscounted).
     """
     mask = response_mask.bool()
-    turns, num_turns = turn_ids.masked_fill(~mask, -1), turn_rewards.shape[1]
+    turns = turn_ids.masked_fill(~mask, -1)
+    num_turns = turn_rewards.shape[1]
     has_tokens = turns.new_zeros(len(turns), num_turns + 1).scatter(1, turns + 1, 1)[:, 1:].bool()
     rewarded = has_tokens & ~turn_rewards.isnan()
     kept = torch.where(rewarded, turn_rewards.double(), 0.0)

@@ -197,7 +197,8 @@ def compute_value_loss(
     mask = response_mask.bool()
     vpreds, returns, values = (x.masked_fill(~mask, 0.0) for x in (vpreds, returns, values))
     clipped_vpreds = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
-    squared, clipped_squared = (vpreds - returns).square(), (clipped_vpreds - returns).square()
+    squared = (vpreds - returns).square()
+    clipped_squared = (clipped_vpreds - returns).square()
     loss = 0.5 * agg_loss(torch.maximum(squared, clipped_squared), mask, loss_agg_mode, denominator)
     return loss, agg_loss((clipped_squared > squared).float(), mask, "token-mean", denominator)
 

@@ -230,7 +230,8 @@ def select_clip_cov(
     """Clip-Cov's tokens: a share policy_loss.clip_cov_ratio of the sampled tokens, drawn at random out of
     those with clip_cov_lb < cov < clip_cov_ub that PPO's clip leaves alone. See `SelectFn`.
     """
-    mask, settings = response_mask.bool(), config.policy_loss
+    mask = response_mask.bool()
+    settings = config.policy_loss
     log_ratio = limited((log_prob - old_log_prob).masked_fill(~mask, 0.0))
     _, is_clipped, _ = clipped_surrogate(
         log_ratio.exp(), advantages.masked_fill(~mask, 0.0), *clip_range(config)

@@ -187,7 +187,8 @@ def compute_gdpo_outcome_advantage(
     tokens, so that long rows count for more.) The components [N] are the whole reward: token_level_rewards,
     and with it a KL in the reward, is not used. ValueError: there is no component, or a weight names none.
     """
-    mask, weights = response_mask.bool(), reward_weights or {}
+    mask = response_mask.bool()
+    weights = reward_weights or {}
     unknown = set(weights) - set(reward_components)
     if not reward_components or unknown:
         raise ValueError(
@@ -203,7 +204,8 @@ def compute_gdpo_outcome_advantage(
             advantages = advantages / (groups.std(component) + epsilon)
         total = total + weights.get(name, 1.0) * advantages
     batch = Groups(torch.zeros_like(groups.ids), groups.taken)
-    mean, std = batch.mean(total), batch.std(total)
+    mean = batch.mean(total)
+    std = batch.std(total)
     # each group's advantages add up to 0: what is left of it by rounding must not reach groups that are all 0
     mean = torch.where(mean.abs() > 1e-12 * std, mean, 0.0)
     return spread((total - mean) / (std + epsilon), mask, torch.float32)

@@ -51,7 +51,8 @@ def _weighted_score(
     log_ratio = limited(log_prob.detach() - old_log_prob)
     ratio = log_ratio.exp()
     weight = ratio if low is None and high is None else ratio.clamp(low, high)
-    losses, is_cut = -weight * advantages * log_prob, weight != ratio
+    losses = -weight * advantages * log_prob
+    is_cut = weight != ratio
     if left_out is None:
         return TokenLosses(losses, {"pg_clipfrac": is_cut, "ppo_kl": -log_ratio})
     metrics = {"pg_clipfrac": left_out, "ppo_kl": -log_ratio}
@@ -132,11 +133,13 @@ def compute_policy_loss_dppo_kl(
     M = 0 where D > high, A > 0 and p > q, and where D > low, A <= 0 and p < q.
     """
     low, high = clip_range(config)
-    new, old = log_prob.detach().clamp(max=0.0), old_log_prob.clamp(max=0.0)
+    new = log_prob.detach().clamp(max=0.0)
+    old = old_log_prob.clamp(max=0.0)
     others_new, others_old = (-torch.expm1(x) for x in (new, old))
     others = others_old * (others_old.clamp(min=1e-8).log() - others_new.clamp(min=1e-8).log())
     divergence = old.exp() * (old - new) + others
-    too_high, too_low = (new > old) & (divergence > high), (new < old) & (divergence > low)
+    too_high = (new > old) & (divergence > high)
+    too_low = (new < old) & (divergence > low)
     left_out = torch.where(advantages > 0, too_high, too_low)
     return _weighted_score(log_prob, old_log_prob, advantages, None, config.clip_ratio_c, left_out)
 

@@ -46,7 +46,8 @@ class AdaptiveKLController(FixedKLController):
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
         super().__init__(init_kl_coef)
-        self.target_kl, self.horizon = target_kl, horizon
+        self.target_kl = target_kl
+        self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
@@ -93,7 +94,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         raise ValueError(
             f"KL estimator: found {kl_penalty!r}, expected one of {', '.join(KL_PENALTIES)} ({hint})."
         )
-    difference, name = logprob - ref_logprob, kl_penalty.removesuffix("+")
+    difference = logprob - ref_logprob
+    name = kl_penalty.removesuffix("+")
     k2 = 0.5 * difference.square()
     if name in ("kl", "k1"):
         value = difference
@@ -172,13 +174,17 @@ class EntropyController:
         min_coeff: float = -math.inf,
         max_coeff: float = math.inf,
     ):
-        self.coeff, self.target_entropy, self.delta = coeff, target_entropy, delta
-        self.min_coeff, self.max_coeff = min_coeff, max_coeff
+        self.coeff = coeff
+        self.target_entropy = target_entropy
+        self.delta = delta
+        self.min_coeff = min_coeff
+        self.max_coeff = max_coeff
         self.entropy: float | None = None
 
     @property
     def value(self) -> float:
-        entropy, target = self.entropy, self.target_entropy
+        entropy = self.entropy
+        target = self.target_entropy
         return self.coeff if entropy is None or target is None or entropy <= target else 0.0
 
     def update(self, entropy: float) -> None:
@@ -197,7 +203,8 @@ class EntropyController:
         if self.target_entropy is not None:
             coeff = state["coeff"]
             assert coeff is not None
-            self.coeff, self.entropy = min(max(coeff, self.min_coeff), self.max_coeff), state["entropy"]
+            self.coeff = min(max(coeff, self.min_coeff), self.max_coeff)
+            self.entropy = state["entropy"]
 
 
 def get_entropy_controller(actor: Any) -> EntropyController:

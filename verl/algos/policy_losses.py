@@ -192,7 +192,9 @@ def token_loss(
             }
             return agg_loss(losses, mask, loss_agg_mode, denominator), metrics
 
-        loss.__name__, loss.__doc__, loss.__module__ = formula.__name__, formula.__doc__, formula.__module__
+        loss.__name__ = formula.__name__
+        loss.__doc__ = formula.__doc__
+        loss.__module__ = formula.__module__
         needs = named_inputs(formula, required_only=True) & {field.name for field in fields(LossInputs)}
         _TRAITS[loss] = LossTraits(frozenset(needs), select, vanishes_with_advantage, reads, meant_for)
         return POLICY_LOSSES.register(name)(loss)
@@ -202,7 +204,9 @@ def token_loss(
 
 def clip_range(config: Any) -> tuple[float, float]:
     """(low, high) of the actor block: clip_ratio, where clip_ratio_low or clip_ratio_high is null."""
-    low, high, both = config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio
+    low = config.clip_ratio_low
+    high = config.clip_ratio_high
+    both = config.clip_ratio
     return both if low is None else low, both if high is None else high
 
 

@@ -98,7 +98,8 @@ def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
                 "rollout engine that returns them, or turn the correction off."
             )
         return {}
-    rollout, mask = tensors["rollout_log_probs"], tensors["response_mask"].bool()
+    rollout = tensors["rollout_log_probs"]
+    mask = tensors["response_mask"].bool()
     if config.bypass_mode:
         tensors["old_log_probs"] = rollout
         return {}
@@ -177,12 +178,14 @@ def importance_weights(
     ratios = _log_ratio(old_log_prob, rollout_log_prob, mask)
     units = mask  # what has a weight of its own: tokens [N, R], or rows [N, 1]
     if level == "sequence":
-        ratios, units = ratios.sum(dim=1, keepdim=True), mask.any(dim=1, keepdim=True)
+        ratios = ratios.sum(dim=1, keepdim=True)
+        units = mask.any(dim=1, keepdim=True)
     raw = ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     weights = raw.clamp(max=threshold)
     metrics: dict[str, float] = {}
     if mask.any():
-        tokens, ratio = weights.expand(mask.shape)[mask], raw[units]
+        tokens = weights.expand(mask.shape)[mask]
+        ratio = raw[units]
         extremes = tokens if level == "token" else ratio
         values = {
             "mean": tokens.mean(),
@@ -253,7 +256,8 @@ def rejection_rules(
                 f"rollout_rs_threshold: found {text!r} for rollout_rs={name}, expected a number above 0"
                 + (', or two of them, the lower one first, like "0.5_5.0".' if takes_two else ".")
             )
-        lower, upper = -math.inf, numbers[-1]
+        lower = -math.inf
+        upper = numbers[-1]
         if value == "k1":
             upper = math.log(numbers[-1])
             lower = math.log(numbers[0]) if len(numbers) == 2 else -upper
@@ -322,7 +326,9 @@ def rollout_agreement(
     rows = mask.any(dim=1)
     mask = mask[rows]
     rollout, trainer = (x.detach()[rows].double().masked_fill(~mask, 0.0) for x in (rollout, trainer))
-    log_ratio, lengths = trainer - rollout, mask.sum(dim=1)  # 0 where nothing was sampled
+    # 0 where nothing was sampled
+    log_ratio = trainer - rollout
+    lengths = mask.sum(dim=1)
     rollout_log_ppl, training_log_ppl = (-x.sum(dim=1) / lengths for x in (rollout, trainer))
     log_ppl_diff = training_log_ppl - rollout_log_ppl
     of_tokens = {  # metrics that are means over tokens
@@ -349,7 +355,8 @@ def rollout_agreement(
     sums = [float(values.sum()) for values in (mask, lengths > 0, *of_tokens.values(), *of_rows.values())]
     most = [float(values.max()) if len(values) else -torch.inf for values in greatest.values()]
     if reduce is not None:
-        sums, most = reduce(sums, "sum"), reduce(most, "max")
+        sums = reduce(sums, "sum")
+        most = reduce(most, "max")
     num_tokens, num_rows, *sums = sums
     if not num_tokens:
         return {}

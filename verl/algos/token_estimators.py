@@ -47,7 +47,8 @@ def compute_gae_advantage_return(
     values [N, R]: value of the state before each token. Returns (advantages, returns), both [N, R], 0
     where masked.
     """
-    mask, dtype = response_mask.bool(), values.dtype
+    mask = response_mask.bool()
+    dtype = values.dtype
     rewards, values = (x.masked_fill(~mask, 0.0).double() for x in (token_level_rewards, values))
     advantages = torch.zeros_like(values)
     next_value = values.new_zeros(values.shape[0])
@@ -78,7 +79,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
     for t in reversed(mask.any(dim=0).nonzero().flatten().tolist()):
         running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
         returns[:, t] = running
-    advantages, returns = masked_whiten(returns, mask), returns.masked_fill(~mask, 0.0)
+    advantages = masked_whiten(returns, mask)
+    returns = returns.masked_fill(~mask, 0.0)
     return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
 
 

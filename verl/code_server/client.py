@@ -50,7 +50,8 @@ class CodeClient:
     def __init__(self, url: str | None = None, queue_seconds: float = QUEUE_SECONDS) -> None:
         addresses = (url or os.environ.get(URL_VARIABLE) or "").split(",")
         bases = [re.sub(r"(/test_program(_stdio)?)?/*$", "", address.strip()) for address in addresses]
-        self.urls, self.queue_seconds = [base for base in bases if base], queue_seconds
+        self.urls = [base for base in bases if base]
+        self.queue_seconds = queue_seconds
         for base in self.urls:
             if not base.startswith(("http://", "https://")):
                 raise ValueError(f"code server: found the address {base!r}, expected http://host:port")
@@ -81,7 +82,8 @@ class CodeClient:
 
 def read_results(reply: Any, number: int | None) -> tuple[list[int], list[float]]:
     """The 0 or 1 and the seconds of each test. Any of `TORN`: there is not one for each."""
-    results, runtimes = reply["results"], reply["runtimes"]
+    results = reply["results"]
+    runtimes = reply["runtimes"]
     if (
         not len(results) == len(runtimes) == (len(results) if number is None else number)
         or not all(type(result) in (int, bool) and result in (0, 1) for result in results)
@@ -98,7 +100,10 @@ def ask(urls: Sequence[str], path: str, body: Any, seconds: float, read: Callabl
     Raises:
         CouldNotVerify: no server gave an answer in time, or one refused the request.
     """
-    deadline, pause, reason, url = time.monotonic() + seconds, 0.1, "no time", ""
+    deadline = time.monotonic() + seconds
+    pause = 0.1
+    reason = "no time"
+    url = ""
     content = json.dumps(body)  # in ASCII: half a surrogate pair can't be sent otherwise
     while (left := deadline - time.monotonic()) > 0:
         bases = urls or [own_server().url]
@@ -135,7 +140,8 @@ class OwnServer:
         command = [sys.executable, "-m", "verl.code_server", "--until_stdin_closes"]
         with tempfile.TemporaryFile() as log:
             with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-                self.url, number = f"http://127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
+                self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+                number = listener.fileno()
                 self.process = subprocess.Popen(
                     [*command, "--fd", str(number), "--allow_packages", "numpy"],
                     stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[number], start_new_session=True,

@@ -45,8 +45,12 @@ def encode(value: Any, other: Callable[[Any], list[Any]]) -> str:
     nested too deep, or within itself.
     """
     kind = type(value)
-    if value is None or value is True or value is False:
-        return "null" if value is None else "true" if value else "false"
+    if value is None:
+        return "null"
+    if value is True:
+        return "true"
+    if value is False:
+        return "false"
     if kind is str:
         return escape(value)
     if kind is int:
@@ -68,7 +72,8 @@ def encode(value: Any, other: Callable[[Any], list[Any]]) -> str:
         return encode(float.__pos__(value), other)
     if isinstance(value, str):
         return escape(str.__str__(value))
-    home, name = getattr(kind, "__module__", None), kind.__name__
+    home = getattr(kind, "__module__", None)
+    name = kind.__name__
     if name in MAKERS and MAKERS[name][0] == home:
         return encode_parts(name, MAKERS[name][1](value), other)
     if home == "numpy":
@@ -188,7 +193,9 @@ def write_frame(fd: int, text: str) -> None:
 
 def read_frame(fd: int) -> str:
     """The next frame. Both sides take turns, so nothing may follow it."""
-    parts, size, held = [b""], 4, 0
+    parts = [b""]
+    size = 4
+    held = 0
     while held < size:
         try:
             parts.append(posix.read(fd, 1 << 16))
@@ -222,7 +229,10 @@ class Peer:
         pack: Callable[[Any], list[Any]],
         unpack: Callable[[str, int], Any],
     ) -> None:
-        self.fd, self.serve, self.pack, self.unpack = fd, serve, pack, unpack
+        self.fd = fd
+        self.serve = serve
+        self.pack = pack
+        self.unpack = unpack
 
     def request(self, *message: Any) -> Any:
         """What the other side answers. Raises what it raised, as a builtin exception, or Torn."""

@@ -259,7 +259,10 @@ class Processes:
     leaves nothing behind (else None): its tests share a process for SHARED_SECONDS or until `until` is 0."""
 
     def __init__(self, link: _socket.socket, code: int, modules: list[str] | None) -> None:
-        self.link, self.code, self.modules, self.until = link, code, modules, 0.0
+        self.link = link
+        self.code = code
+        self.modules = modules
+        self.until = 0.0
         self.channels: list[_socket.socket] = []  # of the last process, and of the one that may have to end
 
     def next_test(self) -> tuple[Test, bool]:
@@ -279,7 +282,9 @@ class TestRunner:
     monotonic clock and for stdio what the program printed: "loaded", then one for each test, in order."""
 
     def __init__(self, reports: int, alone: bool, lock: Callable[[], None]) -> None:
-        self.reports, self.alone, self.lock = reports, alone, lock
+        self.reports = reports
+        self.alone = alone
+        self.lock = lock
 
     def report(self, outcome: str, output: str = "") -> None:
         posix.write(self.reports, f"{outcome} {monotonic()} {output}\n".encode())
@@ -320,7 +325,8 @@ class TestRunner:
     def run_tests(self, texts: list[str], processes: Processes) -> None:
         """A test that went wrong in a process with others before is run once more in one of its own."""
         for index, text in enumerate(texts):
-            outcome, reused = "", True
+            outcome = ""
+            reused = True
             while reused and outcome not in ("passed", "failed", REPORTED):
                 reused = False
                 try:
@@ -362,7 +368,8 @@ class TestRunner:
         child = posix.fork()
         if child == 0:
             self.lock()
-            own, fd = posix.getpid(), test.peer.fd
+            own = posix.getpid()
+            fd = test.peer.fd
             # a fork of the test's own would mix its messages with the test's
             posix.register_at_fork(after_in_child=lambda: posix.dup2(0, fd))
             outcome = run_test(test, nodes, names)

@@ -36,7 +36,9 @@ class Servant:
     program is plain (plain.py): more tests may follow."""
 
     def __init__(self, fd: int, code: Any) -> None:
-        self.code, self.num_tests = code, 0  # so far, of a plain program
+        # so far, of a plain program
+        self.code = code
+        self.num_tests = 0
         self.objects: list[Any] = []  # by the number of their handle
         self.numbers: dict[int, int] = {}  # the number of a handle by id()
         self.callbacks: dict[int, tuple[Any, int]] = {}  # the test's callables and their numbers by id()
@@ -101,7 +103,8 @@ class Servant:
     def run_text(self, text: str, modules: list[str]) -> list[Any]:
         """[exit status, stdout] of the program with a text as stdin."""
         self.forget(modules)
-        given, taken = _io.BytesIO(text.encode(errors="surrogatepass")), _io.BytesIO()
+        given = _io.BytesIO(text.encode(errors="surrogatepass"))
+        taken = _io.BytesIO()
         writers = [_io.BufferedWriter(each) for each in (taken, _io.BytesIO())]
         open_streams([_io.BufferedReader(given), *writers])
         problem = load(self.code, "__main__")[1]
@@ -170,7 +173,8 @@ class Traces:
     can set), and in the numbers that the PID namespace gives, one after the other."""
 
     def __init__(self) -> None:
-        self.ctime, self.last_pid = posix.stat("/tmp").st_ctime_ns, self.next_pid()
+        self.ctime = posix.stat("/tmp").st_ctime_ns
+        self.last_pid = self.next_pid()
 
     def next_pid(self) -> int:
         """A number of the namespace, that of a thread which ends at once."""
@@ -188,7 +192,8 @@ class Traces:
 
     def are_left(self, forks: int) -> bool:
         """forks: of this process itself since the last time."""
-        expected, self.last_pid = self.last_pid + forks + 1, self.next_pid()
+        expected = self.last_pid + forks + 1
+        self.last_pid = self.next_pid()
         changed = posix.stat("/tmp").st_ctime_ns != self.ctime
         return changed or self.last_pid != expected or bool(posix.listdir("/tmp"))
 

@@ -64,7 +64,8 @@ class Sandbox:
     def __init__(self, control: socket.socket) -> None:
         control.setblocking(False)
         self.control = control
-        self.pid, self.pidfd = 0, -1
+        self.pid = 0
+        self.pidfd = -1
         self.used_since = 0.0
         self.ready = self.ended = self.over_memory = self.reusable = False
 
@@ -117,7 +118,9 @@ class Sandbox:
     def memory_bytes(self) -> int:
         """Resident memory of its processes, less what each shares with the zygote. Where they are many, they
         get the lowest priority. It may take long: the last look at a dead process frees its memory."""
-        total, waiting, pids = 0, [self.pid], []
+        total = 0
+        waiting = [self.pid]
+        pids = []
         while waiting:
             pid = waiting.pop()
             try:
@@ -147,7 +150,8 @@ class Stock:
     """Sandboxes that are started before they are needed."""
 
     def __init__(self, walls: Walls, size: int) -> None:
-        self.walls, self.size = walls, size
+        self.walls = walls
+        self.size = size
         self.waiting: dict[bytes, list[Sandbox]] = {b"judge": [], b"prisoner": []}
         self.running: set[Sandbox] = set()
 
@@ -175,7 +179,9 @@ class Stock:
             sandbox.kill()
         else:
             raise QueueFull("no sandbox can be started")
-        sandbox.used_since, sandbox.ready, sandbox.reusable = time.monotonic(), False, False
+        sandbox.used_since = time.monotonic()
+        sandbox.ready = False
+        sandbox.reusable = False
         self.running.add(sandbox)
         try:
             yield sandbox
@@ -210,7 +216,9 @@ class Supervisor:
     """Tests and runs programs, `workers` at once; more wait in a queue of at most `max_queue`."""
 
     def __init__(self, walls: Walls, workers: int, max_queue: int = 1000) -> None:
-        self.walls, self.workers, self.max_queue = walls, workers, max_queue
+        self.walls = walls
+        self.workers = workers
+        self.max_queue = max_queue
         self.stock = Stock(walls, min(workers, 4))
         self.free = asyncio.Semaphore(workers)
         self.max_output = int(walls.limits.output_mb * (1 << 20))
@@ -233,7 +241,8 @@ class Supervisor:
     async def test(self, program: str, tests: Sequence[Any], limit: float, stdio: bool) -> Report:
         """What becomes of each test of a program; limit: seconds of each test with the load before it."""
         async with self.place():
-            began, report = time.monotonic(), Report()
+            began = time.monotonic()
+            report = Report()
             once = self.test_stdio if stdio else self.test_functions
             while len(report.outcomes) < len(tests):
                 await once(program, tests, limit, report)
@@ -281,7 +290,8 @@ class Supervisor:
         text = encode(job, lambda value: [None]).encode()
         with memory_file(text) as file, memory_file() as reports:
             began = time.monotonic()
-            deadline, timeout = began + limit, True
+            deadline = began + limit
+            timeout = True
             judge.send(cpu_seconds(limit), file, code, reports, *link)
             while timeout:
                 with suppress(TimeoutError):
@@ -317,7 +327,8 @@ class Supervisor:
                         report.add(problem, -1.0)
                     else:
                         run = await self.run_once(sandbox, link, code, pair[0], left, b"r")
-                        (outcome, output, runtime, lasts), left = run, limit
+                        outcome, output, runtime, lasts = run
+                        left = limit
                         self.add_output(report, pair, outcome, output, runtime)
                         if not lasts:
                             return
@@ -342,8 +353,16 @@ class Supervisor:
             lines, loaded, timeout = await self.judged(judge, job, limit, code, *link)
             judge.reusable = loaded and not timeout
         fcntl.fcntl(code, fcntl.F_ADD_SEALS, SEALS)
-        problem = "timeout" if timeout else "memory" if judge.over_memory else "crashed"
-        problem = "" if loaded else lines[0][0] if lines else problem
+        if loaded:
+            problem = ""
+        elif lines:
+            problem = lines[0][0]
+        elif timeout:
+            problem = "timeout"
+        elif judge.over_memory:
+            problem = "memory"
+        else:
+            problem = "crashed"
         left = limit if lines else max(0.0, began + limit - time.monotonic())
         return problem, left, lines if loaded else [], loaded and timeout
 
@@ -390,7 +409,8 @@ class Supervisor:
 def input_and_output(test: Any) -> tuple[str, str] | None:
     """What a program reads in a test, and what it should print; None: the test is no such test."""
     given = test if isinstance(test, dict) else {}
-    stdin, expected = given.get("input"), given.get("output")
+    stdin = given.get("input")
+    expected = given.get("output")
     if isinstance(stdin, list) and all(type(part) is str for part in stdin):
         stdin = "\n".join(stdin)
     return (stdin, expected) if isinstance(stdin, str) and isinstance(expected, str) else None

@@ -131,7 +131,8 @@ def open_to_all(path: str) -> bool:
 
 def interpreter(as_nobody: bool) -> tuple[str, str]:
     """(prefix, executable) of a Python that the sandboxes' user can read: this one, or a copy of it."""
-    prefix, name = sys.base_prefix, f"python3.{sys.version_info.minor}"
+    prefix = sys.base_prefix
+    name = f"python3.{sys.version_info.minor}"
     if not as_nobody or open_to_all(f"{prefix}/lib/{name}"):
         return prefix, f"{prefix}/bin/{name}"
     copy = Path(
@@ -180,7 +181,8 @@ class Walls:
     """
 
     def __init__(self, tier: str, limits: Limits, packages: Sequence[str] = ()) -> None:
-        self.tier, self.limits = tier, limits
+        self.tier = tier
+        self.limits = limits
         self.places = find_packages(packages)
         self.uid = NOBODY if os.geteuid() == 0 else None
         self.links: tempfile.TemporaryDirectory[str] | None = None
@@ -289,7 +291,8 @@ class Walls:
 
     def settings(self, prefix: str) -> dict[str, Any]:
         """What the zygote needs to know; see zygote.py."""
-        megabyte, namespaces = 1 << 20, self.tier == "namespaces"
+        megabyte = 1 << 20
+        namespaces = self.tier == "namespaces"
         limits = {
             resource.RLIMIT_AS: self.limits.memory_mb * megabyte,
             resource.RLIMIT_FSIZE: max(16 * megabyte, int(self.limits.output_mb * megabyte) + 1),

@@ -24,10 +24,15 @@ from verl.code_server.judge import Test, TestRunner, run_test
 from verl.code_server.plain import nodes_of
 from verl.code_server.prisoner import Servant, Traces, serve_tests
 
-NEWNS, NEWUSER, NEWPID = 0x20000, 0x10000000, 0x20000000
+NEWNS = 0x20000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
 NOSUID_NODEV_NOATIME = 0x406
 MAX_JUDGE_KB = 200 << 10  # of memory; a judge that has held more takes no further program
-SET_PDEATHSIG, SET_DUMPABLE, SET_NO_NEW_PRIVS, SET_SECCOMP = 1, 4, 38, 22
+SET_PDEATHSIG = 1
+SET_DUMPABLE = 4
+SET_NO_NEW_PRIVS = 38
+SET_SECCOMP = 22
 CAP_HEADER = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)  # version 3
 libc = ctypes.CDLL(None, use_errno=True)
 PRELOADED = "dataclasses typing collections math re functools itertools heapq bisect"
@@ -111,7 +116,8 @@ def keep(role: bytes, control: _socket.socket) -> None:
     """The life of a sandbox: says b"ready", takes a program from the supervisor, serves it, and again. A
     prisoner's files: the link on which its tests come; a judge's: the job, files for the program's code and
     for the reports and, but for stdio, the other end of that link."""
-    own, alone = posix.getpid(), settings["namespaces"]
+    own = posix.getpid()
+    alone = settings["namespaces"]
     for name in settings["judge_imports"] if role == b"judge" else ():
         __import__(name)  # within a test a recursion could leave it half made
     is_touched = Traces().are_left if alone and role == b"prisoner" else lambda forks: False
@@ -168,7 +174,8 @@ def main(given: dict[str, Any]) -> None:
     sys.path.extend(given["path"])
     for name in PRELOADED.split():
         __import__(name)
-    requests, namespaces = _socket.socket(fileno=given["socket"]), given["namespaces"]
+    requests = _socket.socket(fileno=given["socket"])
+    namespaces = given["namespaces"]
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)

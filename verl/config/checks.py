@@ -18,7 +18,8 @@ from verl.config.policy import ACTOR, ROLLOUT, Vllm
 from verl.config.schema import Config, SFTConfig
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
-LOGGERS, VAL_MODES = ("console", "wandb", "tensorboard", "mlflow"), ("greedy", "sampled")
+LOGGERS = ("console", "wandb", "tensorboard", "mlflow")
+VAL_MODES = ("greedy", "sampled")
 _INSTALL_VLLM = "`pip install -c constraints-vllm.txt vllm` (without a GPU: `bash scripts/test_vllm.sh`)"
 
 
@@ -29,7 +30,8 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
     with_data: the files of rows have to be there.
     """
     check_values(config)
-    data, modes = config.data, config.trainer.val_modes
+    data = config.data
+    modes = config.trainer.val_modes
     if data.max_start_length >= data.max_prompt_length:
         raise refusal(
             config,
@@ -85,7 +87,8 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
         if len(betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas):
             raise refusal(config, key, "; expected two numbers in [0, 1).")
     for block in models:  # LoRA: the package, and an adapter to go on from
-        path, rank = at(config, block).lora_adapter_path, at(config, block).lora_rank
+        path = at(config, block).lora_adapter_path
+        rank = at(config, block).lora_rank
         if path is not None and not (Path(path) / "adapter_config.json").is_file():
             raise ValueError(
                 f"Found no adapter_config.json at {block}.lora_adapter_path={path}; expected the folder of a "
@@ -146,8 +149,11 @@ def check_model(key: str, path: str | None) -> None:
 
 def _check_rollout(config: Config) -> None:
     """What one key of the rollout means for another."""
-    rollout, vllm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.vllm
-    apart, name, placement = rollout.placement == "apart", f"{ROLLOUT}.name", f"{ROLLOUT}.placement"
+    rollout = config.actor_rollout_ref.rollout
+    vllm = config.actor_rollout_ref.rollout.vllm
+    apart = rollout.placement == "apart"
+    name = f"{ROLLOUT}.name"
+    placement = f"{ROLLOUT}.placement"
     _check_async(config)
     sharing = rollout.tensor_model_parallel_size or 1
     if sharing > 1 and rollout.name == "native":
@@ -177,8 +183,12 @@ def _check_rollout(config: Config) -> None:
 
 def _check_async(config: Config) -> None:
     """That rollouts which go on beside training can be, and that what is learnt from them is corrected."""
-    rollout, trainer, algorithm = config.actor_rollout_ref.rollout, config.trainer, config.algorithm
-    block, processes, key = "trainer.async_training", f"{ROLLOUT}.num_processes", f"{ROLLOUT}.name"
+    rollout = config.actor_rollout_ref.rollout
+    trainer = config.trainer
+    algorithm = config.algorithm
+    block = "trainer.async_training"
+    processes = f"{ROLLOUT}.num_processes"
+    key = f"{ROLLOUT}.name"
     native = rollout.placement == "apart" and rollout.name == "native"
     if rollout.num_processes != 1 and not native:
         why = f", where there are none; expected {key}=native {ROLLOUT}.placement=apart."
@@ -251,8 +261,10 @@ def check_vllm_is_there(config: Config) -> None:
 
 def _check_losses(config: Config) -> None:
     """KL, entropy and rollout correction."""
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    control, entropy = algorithm.kl_ctrl, actor.entropy_ctrl
+    actor = config.actor_rollout_ref.actor
+    algorithm = config.algorithm
+    control = algorithm.kl_ctrl
+    entropy = actor.entropy_ctrl
     kl_coef = actor.kl_loss_coef if actor.use_kl_loss else control.kl_coef
     if config.actor_rollout_ref.ref.reset_every is not None and kl_coef == 0:
         why = ", but no KL to a reference is asked for; expected null, or actor.use_kl_loss=true with "
@@ -270,7 +282,8 @@ def _check_losses(config: Config) -> None:
     if entropy.target_entropy is not None and not 0 <= actor.entropy_coeff <= entropy.max_coeff:
         why = f", where the adaptive weight starts; expected a number from 0 to {entropy.max_coeff}."
         raise refusal(config, f"{ACTOR}.entropy_coeff", why)
-    prefix, correction = "algorithm.rollout_correction", algorithm.rollout_correction
+    prefix = "algorithm.rollout_correction"
+    correction = algorithm.rollout_correction
     if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
         why = (
             "; expected one or the other: with bypass_mode the policy loss has the ratio of the trainer to "
@@ -286,7 +299,8 @@ def _check_losses(config: Config) -> None:
 
 
 def _check_rewards(config: Config, format_reward: bool | None) -> None:
-    path, buffer = config.custom_reward_function.path, config.reward_model.overlong_buffer
+    path = config.custom_reward_function.path
+    buffer = config.reward_model.overlong_buffer
     longest = config.data.max_response_length
     if path is not None and not Path(path).is_file():
         raise ValueError(f"Found no file at custom_reward_function.path={path}; expected a python file.")
@@ -304,10 +318,8 @@ def _check_rewards(config: Config, format_reward: bool | None) -> None:
 
 def check_layout(config: Config) -> None:
     """fsdp_size and ulysses_sequence_parallel_size against the number of processes."""
-    actor, num_processes = (
-        config.actor_rollout_ref.actor,
-        config.trainer.nnodes * config.trainer.n_gpus_per_node,
-    )
+    actor = config.actor_rollout_ref.actor
+    num_processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
     fsdp_size = actor.fsdp_config.fsdp_size
     if actor.strategy == "megatron":
         if fsdp_size != -1:

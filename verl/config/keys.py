@@ -89,7 +89,8 @@ class Key:
             return f"one of: {', '.join(map(shown, self.choices))}{own}"
         words = " or ".join(_TYPE_NAMES[kind] for kind in self.types)
         if self.bounds is not None:
-            low, high = self.bounds.low, self.bounds.high
+            low = self.bounds.low
+            high = self.bounds.high
             words += f" {'above' if self.bounds.above else 'of at least'} {low:g}"
             words += "" if high is None else f" and at most {high:g}"
         return words + (" or null" if self.nullable else "")
@@ -106,7 +107,8 @@ class Key:
         elif fits and self.choices:
             fits = value in self.choices
         if fits and self.bounds is not None:
-            low, high = self.bounds.low, self.bounds.high
+            low = self.bounds.low
+            high = self.bounds.high
             fits = (value > low if self.bounds.above else value >= low) and (high is None or value <= high)
         if not fits:
             raise ValueError(f"Found {self.path}={shown(value)}; expected {self.expected}.")
@@ -182,7 +184,8 @@ def keys_of(block: type[Block], prefix: str = "") -> Mapping[str, Key]:
     hints = typing.get_type_hints(block, include_extras=True)
     keys: dict[str, Key] = {}
     for each in fields(block):
-        path, hint = prefix + each.name, hints[each.name]
+        path = prefix + each.name
+        hint = hints[each.name]
         if isinstance(hint, type) and issubclass(hint, Block):
             for inner_path, inner in keys_of(hint, path + ".").items():
                 name = inner_path.removeprefix(path + ".")

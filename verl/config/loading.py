@@ -89,7 +89,8 @@ def load(
             f"Found no configuration named {config_name!r}; expected one of: {', '.join(PROGRAMS)}."
         )
     program = PROGRAMS[config_name]
-    keys, table = keys_of(program.schema), program.table
+    keys = keys_of(program.schema)
+    table = program.table
     values = {path: each.default for path, each in keys.items()} | dict(program.preset)
     origins = dict.fromkeys(keys, "default") | dict.fromkeys(program.preset, config_name)
     aliases: dict[str, Setting] = {}
@@ -97,7 +98,8 @@ def load(
     notes: dict[str, str | None] = {}
     for written in _layers(arguments, os.environ if environment is None else environment, keys, table):
         for setting in _named(written, program):
-            name, value = setting.key, setting.value
+            name = setting.key
+            value = setting.value
             if name in table.aliases:
                 aliases[name] = setting
             elif name in table.names:
@@ -105,10 +107,13 @@ def load(
             else:
                 if name not in keys:  # in a dictionary where any key may be
                     owner = next(path for path in keys if keys[path].is_open and _is_in(name, path))
-                    name, value = owner, _with_entry(values[owner], name.removeprefix(owner + "."), value)
+                    value = _with_entry(values[owner], name.removeprefix(owner + "."), value)
+                    name = owner
                 if type(value) is int and keys[name].types == (float,):
                     value = float(value)
-                values[name], origins[name], layer_of[name] = value, setting.origin, setting.layer
+                values[name] = value
+                origins[name] = setting.origin
+                layer_of[name] = setting.layer
     # a key's own name wins over another one in the same or a lower layer
     aliases = {
         name: setting
@@ -171,9 +176,12 @@ def _layers(
     for variable, text in sorted(environment.items()):
         if variable.startswith(VARIABLE_PREFIX):
             name = variable.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
-            name, written = names.get(name, name), f"{variable}={text}"
+            name = names.get(name, name)
+            written = f"{variable}={text}"
             yield Setting(name, value(name, text, written), written, 1, f"environment ({variable})")
-    layer, waiting, on_the_line = 2, list(arguments), []
+    layer = 2
+    waiting = list(arguments)
+    on_the_line = []
     while waiting:
         argument = waiting.pop(0)
         if argument.startswith("@"):
@@ -222,7 +230,9 @@ def _split(argument: str) -> tuple[str, str]:
 
 def _named(setting: Setting, program: Program) -> Iterator[Setting]:
     """The setting, or one for each entry of a dictionary that stands for a group of keys."""
-    keys, table, name = keys_of(program.schema), program.table, setting.key
+    keys = keys_of(program.schema)
+    table = program.table
+    name = setting.key
     if name in keys or name in table.names or any(_is_in(name, path) for path in keys if keys[path].is_open):
         yield setting
         return
@@ -260,9 +270,11 @@ def _resolve(values: dict[str, Any], keys: Mapping[str, Key], origins: dict[str,
             )
         if path in waiting:
             raise ValueError(f"Found {path}={values[path]}, which leads back to itself; expected a value.")
-        source, inside = keys[path].follows, (*waiting, path)
+        source = keys[path].follows
+        inside = (*waiting, path)
         if source is not None and origins[path] == "default":
-            values[path], origins[path] = resolved(source, inside), f"as {source}"
+            values[path] = resolved(source, inside)
+            origins[path] = f"as {source}"
         value = values[path]
         if isinstance(value, str):
             whole = re.fullmatch(r"\$\{([\w.]+)\}", value)

@@ -99,7 +99,8 @@ def read_entry(block: type[Entry], entry: object, where: str, expected: str) -> 
     """An entry of a list in the configuration, checked by its block. ValueError: it can't be meant so."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"Found {where}={entry!r}; expected {expected}.")
-    keys, given = keys_of(block), {name: value for name, value in entry.items() if value is not None}
+    keys = keys_of(block)
+    given = {name: value for name, value in entry.items() if value is not None}
     for name, value in given.items():
         if name not in keys:
             near = difflib.get_close_matches(str(name), keys, 1, 0)[0]

@@ -14,7 +14,8 @@ from verl.config.keys import Block, Key, at, settable, to_dict
 from verl.config.loading import PROGRAMS, Loaded
 from verl.config.values import read_number
 
-_COMMENT_AT, _WIDTH = 34, 120
+_COMMENT_AT = 34
+_WIDTH = 120
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _HEADER = """\
 Made by `python -m verl.config` from the schema in verl/config; don't edit it. Each key is set by `key=value`

@@ -67,10 +67,13 @@ class GymnasiumEnv(BaseTextEnv):
         text: Any = (_ACTION.findall(action) or [action])[-1].strip()
         if self.actions and text not in self.actions:
             observation = f"There is no action {text[:100]!r}; choose one of {', '.join(self.actions)}."
-            reward, done, metadata = 0.0, False, {"valid": False}
+            reward = 0.0
+            done = False
+            metadata = {"valid": False}
         else:
             observation, reward, terminated, truncated, _ = self.env.step(self.actions.get(text, text))
-            done, metadata = bool(terminated or truncated), {"valid": True, "truncated": bool(truncated)}
+            done = bool(terminated or truncated)
+            metadata = {"valid": True, "truncated": bool(truncated)}
         observations = [] if done else [{"role": "user", "content": str(observation)}]
         return {"observations": observations, "reward": float(reward), "done": done, "metadata": metadata}
 

@@ -51,7 +51,8 @@ class ProgramEnv(BaseTextEnv):
     """
 
     counts_turns = reads_usage = True
-    form, rewards = FORMATS["hermes"], True
+    form = FORMATS["hermes"]
+    rewards = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,8 @@ class ProgramEnv(BaseTextEnv):
         tools = self.body.get("tools")
         if tools:
             said |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
-        reply, before = self.reply, [*self.body["messages"], said]
+        reply = self.reply
+        before = [*self.body["messages"], said]
         if reply.set_running_or_notify_cancel():  # else the client is gone
             reply.set_result((said, self.usage))
         if await self._next():
@@ -129,15 +131,18 @@ class AgentFunctionEnv(ProgramEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         config = env_config or {}
-        name, form = config.get("function"), config.get("tool_format", "hermes")
+        name = config.get("function")
+        form = config.get("tool_format", "hermes")
         if not isinstance(name, str):
             found = f"Found environment.env_config.agent.function={name!r}"
             raise ValueError(f"{found}; expected package.module:run.")
         if form not in FORMATS:
             raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
         self.function = import_named(name, f"function={name!r} of environment agent", ())
-        self.form, self.rewards = FORMATS[form], bool(config.get("rewards", True))
-        self.stop, self.row = self.form.stop, dict(extras or {})
+        self.form = FORMATS[form]
+        self.rewards = bool(config.get("rewards", True))
+        self.stop = self.form.stop
+        self.row = dict(extras or {})
         self.session_id = f"s{next(_numbers)}"
 
     async def play(self, prompt: list[Message]) -> float | None:
@@ -197,9 +202,13 @@ def _serve() -> str:
             said, (read, written, is_cut) = await asyncio.wrap_future(reply)
         except asyncio.CancelledError:
             raise ApiError(404, "session_not_found", "the episode is over") from None
-        reason = "tool_calls" if said.get("tool_calls") else "length" if is_cut else "stop"
+        if said.get("tool_calls"):
+            reason = "tool_calls"
+        else:
+            reason = "length" if is_cut else "stop"
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        name, model = "chat.completion", str(body.get("model", "policy"))
+        name = "chat.completion"
+        model = str(body.get("model", "policy"))
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": model}
         if not body.get("stream"):
             choice = {"index": 0, "message": said, "finish_reason": reason, "logprobs": None}

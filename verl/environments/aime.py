@@ -37,7 +37,8 @@ class AIMEEnv(BaseTextEnv):
         if prediction is not None:
             with suppress(CheckFailed):  # what is too much for math-verify is not equal
                 self.is_right = prediction == self.gold or bool(self.workers.ask(prediction, self.gold))
-        metadata, reward = {"acc": self.is_right, "pred": prediction}, 1.0 if self.is_right else -1.0
+        metadata = {"acc": self.is_right, "pred": prediction}
+        reward = 1.0 if self.is_right else -1.0
         return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
 
     def get_metrics(self) -> dict[str, Any]:

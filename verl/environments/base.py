@@ -191,7 +191,8 @@ def check_stop(stop: Any) -> None:
 
 def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
     """An environment for one episode; where its `__init__` sets no `max_turns`, its extras do."""
-    env, max_turns = cls(**kwargs), row_max_turns(kwargs.get("extras") or {})
+    env = cls(**kwargs)
+    max_turns = row_max_turns(kwargs.get("extras") or {})
     if isinstance(env, BaseTextEnv) and "max_turns" not in vars(env) and max_turns is not None:
         env.max_turns = max_turns
     return env
@@ -206,7 +207,8 @@ def mistake_of(output: Any, action: str) -> str | None:
             "step returned another postprocessed_action than the action; only what was sampled is trained: "
             "let a wrong form cost reward instead"
         )
-    reward, said = output["reward"], output["observations"]
+    reward = output["reward"]
+    said = output["observations"]
     is_said = isinstance(said, list | tuple) and all(
         isinstance(message, Mapping) and "content" in message for message in said
     )

@@ -92,7 +92,9 @@ class Calls:
         self._places = None if max_threads is None else asyncio.Semaphore(max_threads)
         self._under_way: dict[Future[Any], tuple[float, float]] = {}  # -> when it is given up, its timeout
         self._loops: list[asyncio.AbstractEventLoop] = []  # the last is used, if it is not held up
-        self._is_held_up, self._is_over, self._lock = True, False, threading.Lock()
+        self._is_held_up = True
+        self._is_over = False
+        self._lock = threading.Lock()
 
     def submit(self, call: Call, timeout: float, turn: asyncio.Lock) -> Future[Any]:
         """Runs a call when it is its turn and there is a place for it. Where a coroutine can't be cancelled,

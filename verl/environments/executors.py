@@ -94,7 +94,8 @@ def act(method: str, *arguments: Any) -> Any:
         _env = make_environment(*arguments)
         return None
     if method == "finish":
-        env, _env = _env, None
+        env = _env
+        _env = None
         result = finish(env, {})
     else:
         result = getattr(_env, method)(*arguments)
@@ -105,7 +106,8 @@ class ProcessEnvironment:
     """Stands for an environment that lives in a process, from its first call on."""
 
     def __init__(self, workers: KillableWorkers, cls: Callable[..., Any], /, **kwargs: Any) -> None:
-        self.workers, self.arguments = workers, (cls, kwargs)
+        self.workers = workers
+        self.arguments = (cls, kwargs)
         self.is_busy = self.is_over = False
         stop = getattr(cls, "stop", ())
         self.stop = stop if isinstance(stop, tuple | list) else ()
@@ -126,7 +128,8 @@ class ProcessEnvironment:
         finally:
             self.is_busy = False
 
-    init, step = partialmethod(call, "init"), partialmethod(call, "step")
+    init = partialmethod(call, "init")
+    step = partialmethod(call, "step")
 
     def cut(self) -> None:
         """Kills its process if it is at something, or as soon as it has started."""
@@ -153,8 +156,11 @@ class EnvironmentRunner:
     ) -> None:
         """calls: by where they run. ValueError: there is no environment of this name, or it can't run so."""
         cls, always = load_class(env_class)
-        self.env_class, self.timeout, self.calls = env_class, block.step_timeout, calls
-        self._cls, self._kwargs = cls, {**always, "env_config": dict(env_config)}
+        self.env_class = env_class
+        self.timeout = block.step_timeout
+        self.calls = calls
+        self._cls = cls
+        self._kwargs = {**always, "env_config": dict(env_config)}
         self.how = getattr(cls, "runs", "thread") if block.executor == "auto" else block.executor
         if inspect.iscoroutinefunction(getattr(cls, "step", None)) and block.executor != "process":
             if block.executor == "inline":
@@ -270,7 +276,8 @@ class EnvironmentRunner:
     def close(self, episode: Episode) -> None:
         """Ends an episode, after the call that it is at."""
         if self._just_ends:  # nothing is to be called: most episodes, which searches are
-            episode.env, episode.is_over = None, True
+            episode.env = None
+            episode.is_over = True
             return
         ended: Future[None] = Future()
         self.ends.add(ended)
@@ -303,7 +310,9 @@ class EnvironmentRunner:
     async def _end(self, episode: Episode) -> None:
         """Closes an environment that was made, once."""
         with self._lock:
-            env, episode.env, episode.is_over = episode.env, None, True
+            env = episode.env
+            episode.env = None
+            episode.is_over = True
         if env is not None:
             await finish(env, episode.metrics)
 
@@ -315,7 +324,8 @@ class Environments:
         self, block: EnvironmentConfig | None = None, env_config: Mapping[str, Any] | None = None
     ) -> None:
         """block: the run's. env_config: environment -> more of what its instances are made with."""
-        self.block, self.env_config = block or EnvironmentConfig(), env_config or {}
+        self.block = block or EnvironmentConfig()
+        self.env_config = env_config or {}
         threads = self.block.max_workers
         most = {"thread": threads, "process": min(threads, MOST_COMPUTING), "async": None}
         self.calls = {how: Calls(number) for how, number in most.items()}

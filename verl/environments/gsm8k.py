@@ -22,7 +22,10 @@ _NUMBERS = {"strict": r"#### (-?[0-9.,]+)", "flexible": r"-?(?:\d[\d,]*(?:\.\d+)
 def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
     """The number that the text gives as its answer, without commas; None: it gives none."""
     numbers = re.findall(_NUMBERS[method], text)
-    return numbers[0 if method == "strict" else -1].replace(",", "") if numbers else None
+    if not numbers:
+        return None
+    number = numbers[0] if method == "strict" else numbers[-1]
+    return number.replace(",", "")
 
 
 class GSM8kEnv(BaseTextEnv):
@@ -52,8 +55,13 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         number = extract_number(action, self.method)
-        right, left = number == self.gold, self.max_turns - self.turns
-        reward = 1.0 if right else 0.0 if number is None else FORM_REWARD / self.max_turns
+        right = number == self.gold
+        left = self.max_turns - self.turns
+        reward = 0.0
+        if right:
+            reward = 1.0
+        elif number is not None:
+            reward = FORM_REWARD / self.max_turns
         if right or left <= 0:
             return {"observations": [], "reward": reward, "done": True, "metadata": {}}
         content = "Reason step by step, and end with a tentative number in the exact form '#### NUMBER'."

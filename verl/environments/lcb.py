@@ -47,7 +47,8 @@ class LCBEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
-        config, text = env_config or {}, gold_answer(extras)
+        config = env_config or {}
+        text = gold_answer(extras)
         self.seconds = float(config.get("seconds") or 6)
         self.client = CodeClient(config.get("code_api_url"))
         try:
@@ -60,11 +61,13 @@ class LCBEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         blocks = _BLOCK.findall(action)
         code = blocks[-1].strip() if blocks else None
-        reward, metadata = float(code is not None and self._passes(code)), {"parsed_code": code}
+        reward = float(code is not None and self._passes(code))
+        metadata = {"parsed_code": code}
         return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
 
     def _passes(self, code: str) -> bool:
-        program, in_class = with_prelude(code), "class Solution" in code
+        program = with_prelude(code)
+        in_class = "class Solution" in code
         stdio = self.tests[0].get("testtype") != "functional"
         size = max(1, int(BATCH_SECONDS / self.seconds))
         for first in range(0, len(self.tests), size):

@@ -40,7 +40,9 @@ class SearchGroup(ToolGroup):
 
     def __init__(self, url: str, topk: int, timeout: float) -> None:
         super().__init__("SearchToolGroup")
-        self.url, self.topk, self.timeout = url, topk, timeout
+        self.url = url
+        self.topk = topk
+        self.timeout = timeout
 
     @tool
     def search(self, query: str) -> str:
@@ -60,7 +62,8 @@ class PythonGroup(ToolGroup):
 
     def __init__(self, client: CodeClient, seconds: float) -> None:
         super().__init__("PythonCodeExecutorToolGroup")
-        self.client, self.seconds = client, seconds
+        self.client = client
+        self.seconds = seconds
 
     @tool
     def python(self, code: str) -> str:
@@ -82,7 +85,8 @@ class SearchCodeEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         config = {**DEFAULTS, **(env_config or {})}
-        self.gold, self.actions = str(gold_answer(extras)), list[str]()
+        self.gold = str(gold_answer(extras))
+        self.actions = list[str]()
         self.max_turns = row_max_turns(extras or {}) or type(self).max_turns
         search = SearchGroup(config["search_url"], int(config["topk"]), float(config["timeout"]))
         python = PythonGroup(CodeClient(config.get("code_api_url")), float(config["seconds"]))

@@ -39,8 +39,11 @@ FOLDERS = {
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
-MAX_ROWS, MAX_CHARACTERS = 50, 9_000  # that the policy is shown
-MEMORY_BYTES, MAX_COMPARED_ROWS = 256 << 20, 1_000_000
+# that the policy is shown
+MAX_ROWS = 50
+MAX_CHARACTERS = 9_000
+MEMORY_BYTES = 256 << 20
+MAX_COMPARED_ROWS = 1_000_000
 
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 _REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}
@@ -60,8 +63,10 @@ class SQLEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
-        config, row = env_config or {}, extras or {}
-        self.gold, self.actions = str(gold_answer(row)), list[str]()
+        config = env_config or {}
+        row = extras or {}
+        self.gold = str(gold_answer(row))
+        self.actions = list[str]()
         self.max_turns = row_max_turns(row) or type(self).max_turns
         self.seconds = float(config.get("seconds") or 5)
         first = ("look", ":memory:", "SELECT 1", self.seconds)
@@ -173,7 +178,10 @@ def look(file: str, sql: str, seconds: float) -> str:
     """The result as the policy reads it: the columns' names, then the rows, with | between cells."""
 
     def cell(value: Any) -> str:
-        value = "NULL" if value is None else f"x'{value[:100].hex()}'" if isinstance(value, bytes) else value
+        if value is None:
+            value = "NULL"
+        elif isinstance(value, bytes):
+            value = f"x'{value[:100].hex()}'"
         return " ".join(str(value)[:MAX_CHARACTERS].splitlines())  # a row is a line
 
     names, rows = query(file, sql, seconds, MAX_ROWS + 1)

@@ -34,7 +34,9 @@ from verl.workers.rollout.base import (
 
 MOST_IDS = 2**31 - 1
 STEP_SECONDS = 0.05  # that `step` waits for a turn
-OF_REQUEST, MOST_REFUSED = (400, 413, 422), 20  # what is wrong with one request; so many in a row: with all
+# what is wrong with one request; so many in a row: with all
+OF_REQUEST = (400, 413, 422)
+MOST_REFUSED = 20
 _PIECE = re.compile("\0([a-z]*)\1([^\0]*)")
 
 
@@ -114,8 +116,11 @@ class ApiEngine(RolloutEngine[ApiSession]):
         request, after which it is sent again. patience: seconds of a turn with all its requests.
         """
         super().__init__(max_model_len, MOST_IDS)
-        self.base_url, self.model, self.messages = base_url.rstrip("/"), model, messages
-        self.patience, self.version = patience, 0
+        self.base_url = base_url.rstrip("/")
+        self.model = model
+        self.messages = messages
+        self.patience = patience
+        self.version = 0
         self.usage: dict[int, Counter[str]] = defaultdict(Counter)
         self.refused: dict[int, str] = {}
         self._refused_in_a_row = 0
@@ -169,7 +174,8 @@ class ApiEngine(RolloutEngine[ApiSession]):
                 self._ended.put(error)
                 return
             self.refused[session.params.seed] = str(error)
-            stopped, reason = None, "eos"
+            stopped = None
+            reason = "eos"
             ids = [] if self.messages is None else [self.messages.id_of("assistant", "")]
         except Exception as error:  # a reply of another shape
             self._ended.put(Refused(f"found a reply that can't be read ({type(error).__name__}: {error})"))
@@ -183,12 +189,14 @@ class ApiEngine(RolloutEngine[ApiSession]):
     async def _sampled(self, session: ApiSession) -> tuple[list[int], str | None, str]:
         """Ids, stop string and reason of a turn. Refused."""
         reply = await self._ask(session)
-        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        choice = reply["choices"][0]
+        usage = reply.get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
             self.usage[session.params.seed][name] += usage.get(name) or 0
         stops = session.params.stop.strings if session.params.stop else ()
         if self.messages is None:
-            ids, stop = choice["token_ids"], session.params.stop
+            ids = choice["token_ids"]
+            stop = session.params.stop
             stopped = next((s for n in range(len(ids)) if stop and (s := stop.match(ids[: n + 1]))), None)
         else:
             text = str(choice["message"].get("content") or "")
@@ -196,12 +204,16 @@ class ApiEngine(RolloutEngine[ApiSession]):
             stopped = next((s for s in stops if text.count(s.replace("/", "", 1)) > text.count(s)), None)
             stopped = stopped if choice["finish_reason"] == "stop" else None
             ids = [self.messages.id_of("assistant", text + (stopped or ""))]
-        reason = "length" if choice["finish_reason"] == "length" else "stop" if stopped else "eos"
+        if choice["finish_reason"] == "length":
+            reason = "length"
+        else:
+            reason = "stop" if stopped else "eos"
         return ids, stopped, reason
 
     async def _ask(self, session: ApiSession) -> dict[str, Any]:
         """What the server answers. Refused."""
-        params, tokens = session.params, session.tokens.tolist()
+        params = session.params
+        tokens = session.tokens.tolist()
         body: dict[str, Any] = {"model": self.model, "temperature": params.temperature}
         if params.temperature:
             body |= {"top_p": params.top_p, "seed": params.seed & 2**31 - 1}
@@ -209,12 +221,15 @@ class ApiEngine(RolloutEngine[ApiSession]):
             body["stop"] = list(params.stop.strings)
         if self.messages is None:
             body |= {"prompt": tokens, "max_tokens": session.limit, "return_token_ids": True}
-            route, needed = "completions", "token_ids"
+            route = "completions"
+            needed = "token_ids"
         else:
             said = [self.messages.messages[token] for token in tokens]
             body |= {"messages": said, "max_completion_tokens": params.max_tokens}
-            route, needed = "chat/completions", "message"
-        url, content = f"{self.base_url}/{route}", json.dumps(body)
+            route = "chat/completions"
+            needed = "message"
+        url = f"{self.base_url}/{route}"
+        content = json.dumps(body)
         reply = await post_patiently(self._client, url, content, self.patience)
         try:
             found: dict[str, Any] = reply.json()

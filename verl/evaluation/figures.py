@@ -17,7 +17,8 @@ def interval(values: Sequence[float] | np.ndarray) -> list[float]:
     with replacement (percentile bootstrap, Efron 1979).
     """
     array = np.asarray(values, dtype=np.float64)
-    rng, means = np.random.default_rng(0), np.empty(RESAMPLES)
+    rng = np.random.default_rng(0)
+    means = np.empty(RESAMPLES)
     for start in range(0, RESAMPLES, 500):  # so that many examples need little memory
         draws = rng.integers(0, len(array), (500, len(array)))
         means[start : start + 500] = array[draws].mean(axis=1)

@@ -77,7 +77,9 @@ def rollouts(
     agent: EnvironmentAgent, dataset: RLHFDataset, places: Sequence[Place], asking: Asking
 ) -> Iterator[list[Ended]]:
     """Runs all places; gives those that ended, as soon as they have."""
-    service, waiting, numbers = TrajectoryService(agent), deque(places), count()
+    service = TrajectoryService(agent)
+    waiting = deque(places)
+    numbers = count()
     live: dict[int, tuple[Place, Mapping[str, Any], float]] = {}
     sampling = {"do_sample": asking.temperature > 0, "temperature": asking.temperature, "top_p": 1.0}
     sampling |= {"top_k": -1, "min_p": 0.0, "validate": True}
@@ -88,14 +90,17 @@ def rollouts(
                 rows = [dataset[example] for example, _ in fresh]
                 seeds = torch.tensor([rollout_seed(asking.seed, place) for place in fresh])
                 batch = with_seeds(prompt_batch(rows, "evaluation"), seeds, **sampling)
-                begun, params = agent.trajectories(batch), agent.sampling_params(batch.meta_info)
+                begun = agent.trajectories(batch)
+                params = agent.sampling_params(batch.meta_info)
                 for place, row, trajectory in zip(fresh, rows, begun, strict=True):
-                    trajectory.row, trajectory.params = next(numbers), params
+                    trajectory.row = next(numbers)
+                    trajectory.params = params
                     live[trajectory.row] = place, row, time.perf_counter()
                 service.add(begun)
             service.advance()
             if ended := service.take_finished():
-                now, over = time.perf_counter(), [(live.pop(each.row), each) for each in ended]
+                now = time.perf_counter()
+                over = [(live.pop(each.row), each) for each in ended]
                 yield [Ended(place, row, each, now - began) for (place, row, began), each in over]
     finally:
         service.end()
@@ -116,7 +121,10 @@ class Benchmark:
     ) -> None:
         """encode: texts -> vectors of length 1, [N, D], for `answer_similarity`."""
         self.encode = encode
-        self.name, self.dataset, self.folder, self.settings = name, dataset, folder, settings
+        self.name = name
+        self.dataset = dataset
+        self.folder = folder
+        self.settings = settings
         self.results = folder / "results.jsonl"
 
     def check(self, resume: bool) -> None:
@@ -150,12 +158,10 @@ class Benchmark:
         done = {(line["example_id"], line["rollout_idx"]) for line in known}
         every = [(example, i) for example in range(len(self.dataset)) for i in range(asking.rollouts)]
         places = [place for place in every if place not in done]
-        texts, jobs, said, began = (
-            TokenTexts(agent.tokenizer),
-            list[Future[None]](),
-            len(done),
-            time.monotonic(),
-        )
+        texts = TokenTexts(agent.tokenizer)
+        jobs = list[Future[None]]()
+        said = len(done)
+        began = time.monotonic()
         with ThreadPoolExecutor(1, "scoring") as scoring, self.results.open("a", encoding="utf-8") as file:
 
             def write(ended: list[Ended]) -> None:
@@ -198,7 +204,9 @@ class Benchmark:
         records = trajectory_records(batch, texts, 0, "test", len(ended))
         for i, (each, record) in enumerate(zip(ended, records, strict=True)):
             trajectory = record["trajectory"]
-            reason, score, extra = trajectory["finish_reason"], answers["score"][i], record["extra_info"]
+            reason = trajectory["finish_reason"]
+            score = answers["score"][i]
+            extra = record["extra_info"]
             engine = agent.engine if isinstance(agent.engine, ApiEngine) else None
             refused = None if engine is None else engine.refused.pop(each.trajectory.seed, None)
             reward = None if score is None or reason in LOST or refused else float(score)

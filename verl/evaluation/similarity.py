@@ -19,7 +19,9 @@ from typing import Any
 
 from verl.utils.reward_score.qa_em import documents_hold_answer
 
-ROUGE_BETA, BLEU_ORDER, SEARCHES_TOLD = 1.2, 4, 4
+ROUGE_BETA = 1.2
+BLEU_ORDER = 4
+SEARCHES_TOLD = 4
 NAMES = ("rouge_l", "token_f1", "jaccard", "bleu")
 _CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]")
 _WORD = re.compile(r"\w+")
@@ -52,10 +54,14 @@ def rouge_l(reference: Sequence[str], answer: Sequence[str]) -> float:
     for token in reference:
         diagonal = 0
         for i, other in enumerate(answer, 1):
-            diagonal, row[i] = row[i], diagonal + 1 if token == other else max(row[i], row[i - 1])
+            above = row[i]
+            row[i] = diagonal + 1 if token == other else max(above, row[i - 1])
+            diagonal = above
     if not row[-1]:
         return 0.0
-    recall, precision, square = row[-1] / len(reference), row[-1] / len(answer), ROUGE_BETA**2
+    recall = row[-1] / len(reference)
+    precision = row[-1] / len(answer)
+    square = ROUGE_BETA**2
     return (1 + square) * recall * precision / (recall + square * precision)
 
 
@@ -78,7 +84,8 @@ def bleu(reference: Sequence[str], answer: Sequence[str]) -> float:
     logs = 0.0
     for n in range(1, BLEU_ORDER + 1):
         counts = [Counter(zip(*(text[i:] for i in range(n)), strict=False)) for text in (reference, answer)]
-        number, common = counts[1].total(), (counts[0] & counts[1]).total()
+        number = counts[1].total()
+        common = (counts[0] & counts[1]).total()
         logs += math.log(common / number if common else 1 / (number * 2**n)) / BLEU_ORDER
     brevity = min(0.0, 1 - len(reference) / len(answer))
     return math.exp(brevity + logs)
@@ -114,7 +121,8 @@ def retrieval_effect(
             later = [f"gold_recall_at_{n}" for n in range(number, SEARCHES_TOLD + 1)]
             figures |= dict.fromkeys(["gold_recall", *later], recall)
         if answer and not figures["answer_from_search"] and documents_hold_answer(documents, [answer]):
-            figures["answer_from_search"], figures["answer_search"] = 1.0, float(number)
+            figures["answer_from_search"] = 1.0
+            figures["answer_search"] = float(number)
     return figures
 
 

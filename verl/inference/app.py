@@ -35,7 +35,8 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
     model: the name that clients use. shapes: of its weights. token: the bearer token; None: none is asked
     for, and there are no control routes.
     """
-    engine, codec = sessions.engine, sessions.codec
+    engine = sessions.engine
+    codec = sessions.codec
     counts: Counter[tuple[str, int]] = Counter()
 
     @contextlib.asynccontextmanager

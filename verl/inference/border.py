@@ -24,7 +24,9 @@ class ApiError(Exception):
     """An answer in OpenAI's form of an error."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        self.status, self.code, self.message = status, code, message
+        self.status = status
+        self.code = code
+        self.message = message
 
     @classmethod
     def of(cls, error: Exception) -> ApiError:
@@ -64,7 +66,8 @@ class Guard:
     """ASGI: with a token all but /health need it; bodies have a limit. counts: answers by (route, status)."""
 
     def __init__(self, app: Any, token: str | None, counts: Counter[tuple[str, int]]) -> None:
-        self.app, self.counts = app, counts
+        self.app = app
+        self.counts = counts
         self.expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:

@@ -36,7 +36,8 @@ class ChatCodec:
     def __init__(self, tokenizer: Any, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         config = AgentConfig(0, 1, max_model_len, 1, _NO_CUT, eos_token_ids=eos_token_ids)
         self.codec = Codec(tokenizer, config)
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
         self.pieces = self.codec.pieces()  # bytes of each token id
         self._longest = max(map(len, self.pieces))
         self._has_template = bool(tokenizer.chat_template)
@@ -181,7 +182,8 @@ class Transcript:
                 break
             codec.check_room(len(segment.prompt_ids) + len(segment.response_ids) + len(ids))
             self._ends = {end: other for end, other in self._ends.items() if other is not segment}
-            segment.new_ids, segment.key = ids, keys[-1]
+            segment.new_ids = ids
+            segment.key = keys[-1]
             return segment
         if len(self.segments) >= MAX_SEGMENTS:
             expected = "expected a client that appends to its history"

@@ -78,8 +78,12 @@ class EngineThread:
         self, engine: RolloutEngine, max_turns: int, on_failure: Callable[[], None] = lambda: None
     ) -> None:
         """engine: with weights. on_failure: is called in the event loop when the engine has failed."""
-        self.engine, self.max_turns, self.on_failure = engine, max_turns, on_failure
-        self.num_turns, self.failure, self.ended_well = 0, "", True
+        self.engine = engine
+        self.max_turns = max_turns
+        self.on_failure = on_failure
+        self.num_turns = 0
+        self.failure = ""
+        self.ended_well = True
         self.paused: str | None = None
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_closing = False
@@ -130,7 +134,8 @@ class EngineThread:
             under_way = [turn.ended for turn in self._live.values()]
             while mode == "abort" and self._live:
                 session_id, turn = self._live.popitem()
-                turn.keeps, version = False, self.engine.version
+                turn.keeps = False
+                version = self.engine.version
                 ids, log_probs, _ = self.engine.partial(session_id)
                 ended = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
                 settle(turn.ended, self._result(turn, ended))
@@ -143,7 +148,8 @@ class EngineThread:
     async def resume(self) -> None:
         def take() -> None:
             self.paused = None
-            held, self._held = self._held, []
+            held = self._held
+            self._held = []
             for turn in held:
                 self._begin(turn)
 
@@ -196,7 +202,8 @@ class EngineThread:
                         self._orders.get()()
         except BaseException:
             traceback.print_exc()
-            self.ended_well, failure = False, "the engine has failed; see the server's log"
+            self.ended_well = False
+            failure = "the engine has failed; see the server's log"
             self._tell(self.on_failure)
         self.failure = failure
         for turn in [*self._live.values(), *self._held]:
@@ -213,11 +220,13 @@ class EngineThread:
             if turn.on_tokens is not None and not turn.is_showing:
                 token_ids = self.engine.partial(session_id).token_ids
                 if len(token_ids) > turn.num_shown:
-                    turn.is_showing, turn.num_shown = True, len(token_ids)
+                    turn.is_showing = True
+                    turn.num_shown = len(token_ids)
                     self._tell(turn.show, token_ids)
 
     def _result(self, turn: EngineTurn, ended: Completion) -> TurnResult:
-        ids, versions = ended.token_ids, list[int]()
+        ids = ended.token_ids
+        versions = list[int]()
         for length, version in [*turn.updates, (len(ids), ended.version_last)]:
             versions += [version] * (length - len(versions))
         if not turn.keeps:

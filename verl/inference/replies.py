@@ -26,7 +26,8 @@ class GrowingText:
     """The text of a turn under way, decoded once: characters whose last bytes are still to come wait."""
 
     def __init__(self, codec: ChatCodec) -> None:
-        self.codec, self.text = codec.codec, ""
+        self.codec = codec.codec
+        self.text = ""
         self.num_shown = self._start = self._end = 0
 
     def grow(self, token_ids: list[int]) -> str:
@@ -35,7 +36,8 @@ class GrowingText:
         after = self.codec.decode(token_ids[self._start :])
         if not after.endswith("\ufffd"):
             self.text += after[len(before) :]
-            self._start, self._end = self._end, len(token_ids)
+            self._start = self._end
+            self._end = len(token_ids)
         return self.text
 
 
@@ -47,7 +49,9 @@ class Completions:
 
     def __init__(self, codec: ChatCodec, model: str, given: Given, prompts: list[list[int]]) -> None:
         """prompts: of each choice."""
-        self.codec, self.given, self.prompts = codec, given, prompts
+        self.codec = codec
+        self.given = given
+        self.prompts = prompts
         self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.texts = [GrowingText(codec) for _ in prompts]
 
@@ -100,7 +104,8 @@ class Completions:
         text = growing.grow(token_ids)
         limit = stream_limit(text, self.given.stops, self.has_tools)
         if limit > growing.num_shown:
-            shown, growing.num_shown = text[growing.num_shown : limit], limit
+            shown = text[growing.num_shown : limit]
+            growing.num_shown = limit
             yield self._piece(index, {"content": shown})
 
     def ending(self, index: int, result: TurnResult) -> Iterator[Json]:
@@ -121,7 +126,8 @@ class Completions:
 class Chat(Completions):
     """POST chat/completions."""
 
-    name, chunk_name = "chat.completion", "chat.completion.chunk"
+    name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
 
     def __init__(self, codec: ChatCodec, model: str, given: ChatRequest, prompt: list[int]) -> None:
         super().__init__(codec, model, given, [prompt] * (given.n or 1))

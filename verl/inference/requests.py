@@ -62,7 +62,8 @@ class Sampling(BaseModel):
         """For the engine. max_tokens: where the client says nothing."""
         names = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos"}
         given: dict[str, Any] = {"max_tokens": max_tokens} | self.model_dump(include=names, exclude_none=True)
-        stop, eos = codec.codec.stop(tuple(self.stops)), codec.codec.eos_token_ids
+        stop = codec.codec.stop(tuple(self.stops))
+        eos = codec.codec.eos_token_ids
         seed &= 2**63 - 1
         return SamplingParams(**given, seed=seed, drawn_before=drawn_before, stop=stop, eos_token_ids=eos)
 

@@ -55,9 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
     if token is None and args.host not in THIS_MACHINE:
         parser.error(f"--host {args.host} is open to others: set --api_key_var NAME, or listen on 127.0.0.1")
 
-    folder, device = Path(args.model).expanduser(), torch.device(get_device_name())
+    folder = Path(args.model).expanduser()
+    device = torch.device(get_device_name())
     try:
-        shapes, model = shapes_in(folder), Policy(path=str(folder))
+        shapes = shapes_in(folder)
+        model = Policy(path=str(folder))
         text_config = load_hf_config({"path": str(folder)}).get_text_config()
         if text_config.tie_word_embeddings:
             shapes.pop(TIED_HEAD, None)
@@ -78,7 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
     sessions = Sessions(thread, codec, args.max_sessions, args.session_seconds)
     app = create_app(sessions, args.model_name or folder.resolve().name, shapes, token)
     config = uvicorn.Config(app, args.host, args.port, log_level="info", access_log=False)
-    config.timeout_graceful_shutdown, config.timeout_keep_alive = GRACE_SECONDS, 75
+    config.timeout_graceful_shutdown = GRACE_SECONDS
+    config.timeout_keep_alive = 75
     server = uvicorn.Server(config)
     sys.setswitchinterval(SWITCH_SECONDS)
     server.run()

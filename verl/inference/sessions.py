@@ -34,7 +34,10 @@ class Sessions:
     """max_sessions: that are held at once, finished ones too. max_idle: seconds until one is dropped."""
 
     def __init__(self, engine: EngineThread, codec: ChatCodec, max_sessions: int, max_idle: float) -> None:
-        self.engine, self.codec, self.max_sessions, self.max_idle = engine, codec, max_sessions, max_idle
+        self.engine = engine
+        self.codec = codec
+        self.max_sessions = max_sessions
+        self.max_idle = max_idle
         self.held: dict[str, AgentSession] = {}
 
     def open(self, uid: str | None) -> AgentSession:
@@ -79,7 +82,8 @@ class Sessions:
             raise ValueError(f"n is {given.n}; a session is one line of play: expected 1")
         self.engine.check_room()
         segment = session.transcript.place(self.codec, given.history(), given.told_tools())
-        new, before = segment.new_ids, segment.prompt_ids + segment.response_ids
+        new = segment.new_ids
+        before = segment.prompt_ids + segment.response_ids
         whole = before if segment.is_new else before + new
         resumed = segment.engine_session is not None
         drawn = 0 if resumed else sum(segment.response_mask)

@@ -51,7 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def shown(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def figures(runs: list[Run]) -> Table:
@@ -113,7 +115,8 @@ def watch(folders: list[Path], open_run: Callable[[Path], Run], console: Console
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 for a mistake of the user."""
-    parser, console = build_parser(), Console(highlight=False)
+    parser = build_parser()
+    console = Console(highlight=False)
     options = parser.parse_args(argv)
     if not options.list and not options.runs:
         parser.error("expected the folder of a run, or --list")

@@ -47,9 +47,11 @@ def page_server(
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/data":
-                kind, content = "application/json", to_json(page_data(folders, open_run)).encode()
+                kind = "application/json"
+                content = to_json(page_data(folders, open_run)).encode()
             elif self.path == "/":
-                kind, content = "text/html; charset=utf-8", page
+                kind = "text/html; charset=utf-8"
+                content = page
             else:
                 self.send_error(404)
                 return

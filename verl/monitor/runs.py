@@ -59,7 +59,8 @@ class Run:
             raise ValueError(
                 f"Found no metrics.jsonl in {folder}; expected the folder of a run (--list names them)"
             )
-        self.rows, self.state = read_lines(folder / "metrics.jsonl"), state_of(folder)
+        self.rows = read_lines(folder / "metrics.jsonl")
+        self.state = state_of(folder)
 
     @property
     def step(self) -> int:
@@ -95,7 +96,8 @@ class Run:
         samples: list[dict[str, Any]] = []
         counts: dict[str, Counter[str]] = {}
         for record in islice(self.records(), most_looked_at):
-            score, count = record.get("score"), counts.setdefault(record["environment"], Counter())
+            score = record.get("score")
+            count = counts.setdefault(record["environment"], Counter())
             count.update(["rollouts", *record["tags"]])
             if len(samples) < most and (score is None or score < threshold):
                 samples.append(record)

@@ -79,7 +79,8 @@ def tags_of(record: Mapping[str, Any], solved_at: float = 1.0) -> list[str]:
     or `reward` (None: unknown). A rollout that reached `solved_at` has only those of its way there.
     """
     trajectory = record["trajectory"]
-    turns, reason = trajectory["turns"], trajectory["finish_reason"]
+    turns = trajectory["turns"]
+    reason = trajectory["finish_reason"]
     reward = record["reward"] if "reward" in record else record.get("score")
     found: set[str] = set()
     if reward is None or reason in LOST:
@@ -188,4 +189,6 @@ def _json_problem(said: str) -> str | None:
         failed or names.get("iserror") is True or names.get("success") is False or names.get("ok") is False
     )
     known = names.get("error") or names.get("errors") or names.get("exception")
-    return str(known) if known else said if failed else ""
+    if known:
+        return str(known)
+    return said if failed else ""

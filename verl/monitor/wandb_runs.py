@@ -23,7 +23,8 @@ class WandbRun(Run):
 
     def __init__(self, name: str, parts: list[Any]) -> None:
         """parts: of `wandb.Api().runs`."""
-        self.folder, self.parts = Path(name), sorted(parts, key=lambda part: part.created_at)
+        self.folder = Path(name)
+        self.parts = sorted(parts, key=lambda part: part.created_at)
         self._history: list[tuple[Any, dict[str, Any]]] = []  # (its part, row), by steps
         for part in self.parts:
             rows = [row | {"step": int(row["_step"])} for row in part.scan_history()]

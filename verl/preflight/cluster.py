@@ -138,7 +138,8 @@ def _check_on_node(
 
 def find_wrong_address(target: Target) -> Iterator[Finding]:
     """RAY_ADDRESS unset although a cluster is there or needed, or one that nobody answers at"""
-    ray, nnodes = target.cluster, 1 if target.config is None else target.config.trainer.nnodes
+    ray = target.cluster
+    nnodes = 1 if target.config is None else target.config.trainer.nnodes
     if ray is None:
         return
     if ray.problem is not None:
@@ -162,14 +163,18 @@ def find_wrong_address(target: Target) -> Iterator[Finding]:
 
 def find_missing_resources(target: Target) -> Iterator[Finding]:
     """fewer GPUs, CPUs or nodes than the run asks for (a local Ray started by mistake)"""
-    config, ray = target.config, target.cluster
+    config = target.config
+    ray = target.cluster
     if config is None or (ray is not None and ray.problem is not None):  # the check of the address says why
         return
-    trainer, asked, processes = config.trainer, target.num_gpus_asked, num_processes(config)
+    trainer = config.trainer
+    asked = target.num_gpus_asked
+    processes = num_processes(config)
     if ray is not None and ray.address is not None:
         per_node = trainer.n_gpus_per_node if asked else 0
         able = [node for node in ray.alive if node.num_gpus >= per_node]
-        num_cpus, num_gpus = sum(node.num_cpus for node in ray.alive), int(sum(n.num_gpus for n in ray.alive))
+        num_cpus = sum(node.num_cpus for node in ray.alive)
+        num_gpus = int(sum(n.num_gpus for n in ray.alive))
         where = "the cluster has"
         if len(able) < trainer.nnodes and num_gpus >= asked:
             dead = ", ".join(node.name for node in ray.nodes if not node.is_alive)
@@ -182,7 +187,8 @@ def find_missing_resources(target: Target) -> Iterator[Finding]:
             )
     else:
         machines = config.trainer.nnodes if config.trainer.backend == "folder" else 1
-        num_cpus, num_gpus = float(os.cpu_count() or 1), machines * torch.cuda.device_count()
+        num_cpus = float(os.cpu_count() or 1)
+        num_gpus = machines * torch.cuda.device_count()
         where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
     each = config.trainer.cpus_per_process if isinstance(config, Config) else 0
     if target.needs_ray and processes * each > num_cpus:

@@ -28,7 +28,8 @@ def fullest_moment(
 
     Several processes hold gathered weights twice until they are sorted: the layers' end, so the root's count.
     """
-    width, is_sharded = precision.compute.itemsize, held.gathered_root > 0
+    width = precision.compute.itemsize
+    is_sharded = held.gathered_root > 0
     gathered = held.gathered
     if gathered and not is_sharded and not (size.has_vocab_head and size.ties_embeddings):
         gathered -= width * size.embedding  # an embedding is looked up as it is
@@ -60,7 +61,8 @@ def kept_for_token(size: ModelSize, precision: Precision, longest: int) -> int:
     In bfloat16 (`cpu_layers`) a norm keeps its input in float32 and its output, heads and the MLP each tensor
     once. Probabilities are kept where `causal_attention` is the way: of half the keys, and half a block.
     """
-    width, scores = precision.compute.itemsize, size.heads * longest**2
+    width = precision.compute.itemsize
+    scores = size.heads * longest**2
     seen = size.heads * (longest + BLOCK) // 2
     if width == FLOAT32:
         kept = layer_bytes(size, precision, False)

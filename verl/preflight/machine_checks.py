@@ -36,8 +36,12 @@ from verl.preflight.target import (
 from verl.trainer.placement import samples_apart
 
 HOME_BYTES = 1e9
-BASE_FILES, RAY_FILES = 256, 4096  # open files of a run in one process, and on Ray
-STORE_SHARE, STORE_BYTES = 0.3, 10e9  # what Ray gives its object store: of the memory, and all the same below
+# open files of a run in one process, and on Ray
+BASE_FILES = 256
+RAY_FILES = 4096
+# what Ray gives its object store: of the memory, and all the same below
+STORE_SHARE = 0.3
+STORE_BYTES = 10e9
 DRIVER = Path("/proc/driver/nvidia/version")
 RUN_PROGRAMS = frozenset(["lcb", "searchcode", "code", "code_stdio"])  # environments and verifiers
 BUSY_SHARE = 0.1  # of a GPU's memory that others may hold
@@ -62,7 +66,8 @@ def find_places_that_can_not_be_written(target: Target) -> Iterator[Finding]:
 
 def find_full_home(target: Target) -> Iterator[Finding]:
     """a home folder that is full or over quota"""
-    problem, free = problem_of_writing("~"), shutil.disk_usage(existing_parent("~")).free
+    problem = problem_of_writing("~")
+    free = shutil.disk_usage(existing_parent("~")).free
     if problem is not None or free < HOME_BYTES:
         state = f"can't be written ({problem})" if problem else f"has {free / 1e6:.0f} MB left"
         yield warning(
@@ -94,12 +99,14 @@ def find_paths_missing_on_nodes(target: Target) -> Iterator[Finding]:
 
 def find_few_open_files(target: Target) -> Iterator[Finding]:
     """`ulimit -n` below what the run opens"""
-    config, (soft, hard) = target.config, resource.getrlimit(resource.RLIMIT_NOFILE)
+    config = target.config
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Ray raises the soft limit itself
     needed, allowed = (RAY_FILES, hard) if target.needs_ray else (BASE_FILES, soft)
     is_apart = isinstance(config, Config) and config.actor_rollout_ref.rollout.placement == "apart"
     if isinstance(config, Config) and is_apart and not samples_apart(config):
-        needed, allowed = needed + 2 * config.actor_rollout_ref.rollout.max_num_seqs, soft
+        needed = needed + 2 * config.actor_rollout_ref.rollout.max_num_seqs
+        allowed = soft
     if allowed < needed:
         more = f" (more than {hard}: the administrator, in limits.conf or LimitNOFILE=)"
         yield warning(
@@ -133,7 +140,8 @@ def find_small_shm(target: Target) -> Iterator[Finding]:
     """/dev/shm too small for Ray's object store"""
     if not target.needs_ray:
         return
-    free, wanted = shutil.disk_usage("/dev/shm").free, min(STORE_SHARE * memory_of_machine(), STORE_BYTES)
+    free = shutil.disk_usage("/dev/shm").free
+    wanted = min(STORE_SHARE * memory_of_machine(), STORE_BYTES)
     if free < wanted:
         size = -(-int(wanted) // 10**9)
         yield warning(
@@ -145,7 +153,9 @@ def find_small_shm(target: Target) -> Iterator[Finding]:
 
 def find_too_many_threads(target: Target) -> Iterator[Finding]:
     """OMP_NUM_THREADS times the processes of a machine above its cores"""
-    config, text, allowed = target.config, os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    config = target.config
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    allowed = len(os.sched_getaffinity(0))
     processes = 1 if config is None or torch.cuda.device_count() else config.trainer.n_gpus_per_node
     if processes > 1 and text.isdigit() and int(text) > 1 and int(text) * processes > allowed:
         yield warning(
@@ -180,7 +190,8 @@ def find_proxies_in_the_way(target: Target) -> Iterator[Finding]:
     proxies = getproxies_environment()
     for server in target.servers:
         split = urlsplit(server.url)
-        proxy, host = proxies.get(split.scheme) or proxies.get("all"), split.hostname or ""
+        proxy = proxies.get(split.scheme) or proxies.get("all")
+        host = split.hostname or ""
         is_inside = "." not in host or any(ipaddress.ip_address(a).is_private for a in server.addresses)
         # programs differ in which spelling and which patterns they understand; all understand an exact name
         blind = [
@@ -209,7 +220,8 @@ def find_silent_servers(target: Target) -> Iterator[Finding]:
         if not server.addresses:
             do = f"look whether {split.hostname} is the right name"
         elif server.is_here:
-            do, port = "bash retrieval_launch.sh", split.port or 80
+            do = "bash retrieval_launch.sh"
+            port = split.port or 80
             holder = port_holder(port)
             if holder is not None and not server.health:
                 what = f"port {port} of this machine is held by {holder}, no retrieval server: {what}"
@@ -226,10 +238,12 @@ def find_silent_servers(target: Target) -> Iterator[Finding]:
 
 def find_wrong_corpora(target: Target) -> Iterator[Finding]:
     """servers with another corpus than is meant (retriever.corpus_path), or than each other"""
-    config, probe = target.config, target.probe
+    config = target.config
+    probe = target.probe
     if probe is None or not isinstance(config, Config) or not target.servers:
         return
-    path, answering = config.retriever.corpus_path, [s for s in target.servers if s.problem is None]
+    path = config.retriever.corpus_path
+    answering = [s for s in target.servers if s.problem is None]
     if path is None:
         served = {json.dumps(s.corpus, sort_keys=True): s.url for s in answering if s.corpus is not None}
         if len(served) > 1:
@@ -278,7 +292,8 @@ def find_cards_that_are_not_there(target: Target) -> Iterator[Finding]:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         text = os.environ.get(variable, "")
         # NCCL takes beginnings of names, "=" before exact ones, "^" before those left out; gloo exact names
-        exact, wanted = variable.startswith("GLOO") or text.startswith("="), text.lstrip("=").split(",")
+        exact = variable.startswith("GLOO") or text.startswith("=")
+        wanted = text.lstrip("=").split(",")
         fits = any(name == one if exact else name.startswith(one) for name in up for one in wanted)
         if text and not text.startswith("^") and not fits:
             yield error(
@@ -307,7 +322,8 @@ def find_shared_gpus(target: Target) -> Iterator[Finding]:
 
 def find_unusable_cuda(target: Target) -> Iterator[Finding]:
     """a GPU's driver beside a torch that can't use it: built without CUDA, or for a newer driver"""
-    driver, config = read_text(DRIVER).splitlines(), target.config
+    driver = read_text(DRIVER).splitlines()
+    config = target.config
     is_wanted = config is None or config.trainer.device != "cpu"
     if driver and is_wanted and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
         built_for = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"

@@ -66,7 +66,8 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
 
     The class that training loads is made on torch's meta device (no memory, no weights).
     """
-    config, auto_class = load_hf_config(model), AutoModel if is_critic else AutoModelForCausalLM
+    config = load_hf_config(model)
+    auto_class = AutoModel if is_critic else AutoModelForCausalLM
     with torch.device("meta"):
         skeleton = auto_class.from_config(config, trust_remote_code=model.get("trust_remote_code", False))
     if with_adapters and wants_adapters(model):
@@ -78,7 +79,8 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
     inside = tuple(f"{name}." for name in layers)
     in_layers = sum(n for name, n in counts.items() if name.startswith(inside) and ".lora_" not in name)
     fields = config.get_text_config().to_dict()
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    hidden = fields["hidden_size"]
+    heads = fields["num_attention_heads"]
     value_head = (hidden + 1) * is_critic
     head_dim = fields.get("head_dim") or hidden // heads
     intermediate = fields.get("intermediate_size") or 4 * hidden
@@ -116,11 +118,13 @@ class Layout:
     @classmethod
     def of(cls, config: Config) -> Layout:
         """ValueError: the processes can't be dealt out."""
-        actor, num_processes = config.actor_rollout_ref.actor, num_processes_of(config)
+        actor = config.actor_rollout_ref.actor
+        num_processes = num_processes_of(config)
         if actor.strategy != "megatron":
             return cls(num_processes, context=actor.ulysses_sequence_parallel_size)
         block = actor.megatron
-        tensor, pipeline = block.tensor_model_parallel_size, block.pipeline_model_parallel_size
+        tensor = block.tensor_model_parallel_size
+        pipeline = block.pipeline_model_parallel_size
         ParallelSizes(tensor, pipeline, block.context_parallel_size).check(num_processes)
         return cls(num_processes, True, tensor, pipeline, block.context_parallel_size)
 
@@ -161,15 +165,19 @@ def hold(
     size: ModelSize, layout: Layout, stage: int, precision: Precision, is_trained: bool, fsdp: Any
 ) -> Held:
     """What a process of a pipeline's stage holds. fsdp: the block `fsdp_config`."""
-    compute, reduce = precision.compute.itemsize, torch.float32.itemsize
+    compute = precision.compute.itemsize
+    reduce = torch.float32.itemsize
     if layout.is_megatron:
         return _hold_on_megatron(size, layout, stage, compute, reduce, is_trained)
     trained = size.trained * is_trained
-    alone, casts = layout.num_processes == 1, precision.compute != precision.model
+    alone = layout.num_processes == 1
+    casts = precision.compute != precision.model
     shard = fsdp.fsdp_size if 0 < fsdp.fsdp_size < layout.num_processes else layout.num_processes
     width = 4 if size.adapters else precision.model.itemsize
     if alone:  # autocast keeps the matrices that it has cast until the pass ends
-        gathered, exchanged, waiting = compute * casts * size.num_parameters, 0, 0
+        gathered = compute * casts * size.num_parameters
+        exchanged = 0
+        waiting = 0
     else:
         at_work = size.root + PREFETCHED_UNITS * size.layer
         gathered = compute * (at_work if fsdp.reshard_after_forward else size.num_parameters)
@@ -200,7 +208,8 @@ def _hold_on_megatron(
     """Weights have the type of the computation; the distributed optimizer's float32 state (and weights, if
     those are of 16 bits) is dealt out over the processes that hold the same part.
     """
-    layers, is_last = size.num_layers // layout.pipeline, stage == layout.pipeline - 1
+    layers = size.num_layers // layout.pipeline
+    is_last = stage == layout.pipeline - 1
     here = layers * size.layer + size.embedding * (stage == 0)
     here += (size.root - size.embedding) * is_last
     here += size.embedding * (is_last and stage > 0 and size.ties_embeddings)
@@ -259,9 +268,11 @@ def layer_bytes(
     """
     itemsize = precision.compute.itemsize
     if itemsize == 4:
-        norms, head_norm = 24, 8
+        norms = 24
+        head_norm = 8
     else:
-        norms, head_norm = 26 if autocasts else 16, 6
+        norms = 26 if autocasts else 16
+        head_norm = 6
     if compiles:
         norms = 2 * ((4 if autocasts else itemsize) + itemsize)
     wide = itemsize * (3 * size.queries + 2 * size.keys + (3 if compiles else 4) * size.intermediate)
@@ -277,7 +288,8 @@ def _head(
     """
     if not held.has_head:
         return 0
-    vocab, itemsize = -(-size.vocab // held.tensor), precision.compute.itemsize
+    vocab = -(-size.vocab // held.tensor)
+    itemsize = precision.compute.itemsize
     rows = min(tokens, chunk_rows_of(vocab, True))
     own_type = itemsize if itemsize < 4 else 0
     each = 12 + own_type * (1 + backward)  # logits, log-probs, probabilities; the product, its gradient

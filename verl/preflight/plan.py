@@ -40,7 +40,8 @@ PHASES = {  # their names in a report
 }
 # RSS of a worker without its tensors, as measured: interpreter, torch, transformers, numba, when models are
 # loaded; what compiled kernels, and what torch imports for them, add in the first two steps
-PROCESS_BYTES, KERNEL_BYTES = int(0.5 * GIB), int(0.13 * GIB)
+PROCESS_BYTES = int(0.5 * GIB)
+KERNEL_BYTES = int(0.13 * GIB)
 BF16_KERNEL_BYTES = int(0.07 * GIB)  # of oneDNN, for products in bfloat16 on CPU
 CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # driver, kernels, cuBLAS workspaces
 NCCL_BYTES = int(0.7 * GIB)  # channels of one communicator and its sub-groups
@@ -111,13 +112,18 @@ def rows_of_step(config: Config) -> int:
 
 def engines_of(config: Config, passes: Passes, device: torch.device) -> list[EngineUse]:
     """The engines of a training process, the actor's first. ValueError: a model can't be read."""
-    block, critic, rows = config.actor_rollout_ref, config.critic, rows_of_step(config)
-    actor, frozen, n = block.actor, block.ref.fsdp_config, block.rollout.n
+    block = config.actor_rollout_ref
+    critic = config.critic
+    rows = rows_of_step(config)
+    actor = block.actor
+    frozen = block.ref.fsdp_config
+    n = block.rollout.n
 
     def limits(part: Any, prefix: str) -> MicroBatchLimits:
         return MicroBatchLimits.from_config(part, prefix, device, block.model.use_remove_padding)
 
-    size, precision = size_of(block.model), Precision.from_config(actor.fsdp_config, device)
+    size = size_of(block.model)
+    precision = Precision.from_config(actor.fsdp_config, device)
     if config.trainer.val_only:
         return [EngineUse("actor", size, precision, actor.fsdp_config, {})]
     of_actor = {
@@ -142,7 +148,8 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
             "values": (limits(critic, "ppo"), rows),
             "update_critic": (limits(critic, "ppo"), min(rows, critic.ppo_mini_batch_size * n)),
         }
-        size, fsdp = size_of(critic.model, is_critic=True), critic.model.fsdp_config
+        size = size_of(critic.model, is_critic=True)
+        fsdp = critic.model.fsdp_config
         checkpointing = critic.model.enable_gradient_checkpointing
         precision = Precision.from_config(fsdp, device)
         engines.append(EngineUse("critic", size, precision, fsdp, of_critic, checkpointing))
@@ -170,9 +177,13 @@ class Plan:
     """
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
-        passes, nodes = Passes(config), processes_on_nodes(config)
-        self.config, self.hardware, self.on_cuda = config, hardware, hardware.device == "cuda"
-        self.layout, self.phases = Layout.of(config), phases_of(config, passes)
+        passes = Passes(config)
+        nodes = processes_on_nodes(config)
+        self.config = config
+        self.hardware = hardware
+        self.on_cuda = hardware.device == "cuda"
+        self.layout = Layout.of(config)
+        self.phases = phases_of(config, passes)
         self.engines = engines_of(config, passes, torch.device(hardware.device))
         roles = ", ".join(role.value for role in roles_of(passes))
         self.who_goes_where = f"processes: {len(nodes)} x {nodes[0]}, {self.layout}; each: {roles}"
@@ -181,7 +192,8 @@ class Plan:
         self.loads: list[DeviceLoad] = []
         stages = self.layout.pipeline
         count = self.layout.num_processes // stages if self.on_cuda else len(nodes)
-        each, kind = f"each of the {count}" if count > 1 else "the", "GPU" if self.on_cuda else "node"
+        each = f"each of the {count}" if count > 1 else "the"
+        kind = "GPU" if self.on_cuda else "node"
         for stage in range(stages):
             name = f"{each} {kind}{'s' * (count > 1)}" + f" of pipeline stage {stage}" * (stages > 1)
             load = DeviceLoad(name, hardware.device_bytes)
@@ -218,7 +230,10 @@ class Plan:
 
     def _add_engine(self, load: DeviceLoad, use: EngineUse, stage: int) -> tuple[int, int, int]:
         """What a model keeps, and what its passes take. Returns what `while_loading` asks for."""
-        owner, fsdp, layout, phases = use.owner, use.fsdp, self.layout, self.phases
+        owner = use.owner
+        fsdp = use.fsdp
+        layout = self.layout
+        phases = self.phases
         held = hold(use.size, layout, stage, use.precision, use.is_trained, fsdp)
         at_work = [phase for phase in use.passes if phase in phases]
         updates = [phase for phase in at_work if phase.startswith("update")]
@@ -244,7 +259,8 @@ class Plan:
             limits, rows = use.passes[phase]
             longest = self.config.data.max_prompt_length
             tokens = tokens_of(limits, -(-rows // layout.replicas), longest, layout.context)
-            gathered, is_update = held.gathered, phase in updates
+            gathered = held.gathered
+            is_update = phase in updates
             if not self.on_cuda:
                 gathered, activations, head = fullest_moment(
                     use.size, held, use.precision, tokens, longest, is_update, use.checkpointing
@@ -272,19 +288,22 @@ class Plan:
 
     def _add_rollout(self, load: DeviceLoad) -> None:
         """The rollout engine of a process; on a GPU its KV cache takes what the others leave."""
-        config, actor, on_cuda = self.config, self.engines[0], self.on_cuda
-        block, rollout, size = config.actor_rollout_ref, config.actor_rollout_ref.rollout, actor.size
-        dtype, num_processes = (
-            build.rollout_dtype(rollout, actor.precision.compute),
-            self.layout.num_processes,
-        )
+        config = self.config
+        actor = self.engines[0]
+        on_cuda = self.on_cuda
+        block = config.actor_rollout_ref
+        rollout = config.actor_rollout_ref.rollout
+        size = actor.size
+        dtype = build.rollout_dtype(rollout, actor.precision.compute)
+        num_processes = self.layout.num_processes
         reserve = build.CUDA_RESERVE_BYTES
         weights = size.num_parameters * dtype.itemsize
         if samples_apart(config):  # each in a process of its own, with the whole model
             return
         if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
             sharing = build.model_parallel_size(rollout, block.model, build.GPUS_OF_A_NODE)
-            here, share = weights // sharing, build.gpu_share(rollout, 1, None)
+            here = weights // sharing
+            share = build.gpu_share(rollout, 1, None)
             if on_cuda and here + reserve >= int(share * load.capacity):
                 self.problems.append(
                     f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no "
@@ -354,7 +373,9 @@ def taken_beside_rollouts(config: Config) -> int:
 
 def report(plan: Plan) -> Iterator[str]:
     """The lines of a dry run, without its verdict."""
-    hardware, config, rollout = plan.hardware, plan.config, plan.config.actor_rollout_ref.rollout
+    hardware = plan.hardware
+    config = plan.config
+    rollout = plan.config.actor_rollout_ref.rollout
     kind = "GPU" if hardware.device == "cuda" else "node, CPU only"
     yield f"hardware: {gib(hardware.device_bytes)} GiB for each {kind} ({hardware.source})"
     yield f"driver: this process, on {socket.gethostname()}; it holds token ids and scores, no weights"
@@ -402,8 +423,10 @@ def verdict(plan: Plan) -> list[str]:
 
 def _what_lowers(plan: Plan, phase: str) -> list[str]:
     """The settings that lower a phase."""
-    config, on_cuda = plan.config, plan.on_cuda
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    config = plan.config
+    on_cuda = plan.on_cuda
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
     name = "critic" if phase in ("values", "update_critic") else "actor_rollout_ref.actor"
     if phase == "rollout":
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gb"

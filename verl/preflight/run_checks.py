@@ -75,7 +75,8 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
     config = target.config
     if not isinstance(config, Config) or config.trainer.val_only:
         return
-    rows, n = rows_of_step(config), config.actor_rollout_ref.rollout.n
+    rows = rows_of_step(config)
+    n = config.actor_rollout_ref.rollout.n
     blocks = ["actor_rollout_ref.actor", "critic"] if Passes(config).values else ["actor_rollout_ref.actor"]
     try:
         replicas = Layout.of(config).replicas
@@ -111,7 +112,8 @@ def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
     config = target.config
     if not isinstance(config, Config):
         return
-    data, longest = config.data, config.data.max_prompt_length + config.data.max_response_length
+    data = config.data
+    longest = config.data.max_prompt_length + config.data.max_response_length
     blocks: dict[str, Any] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model}
     if Passes(config).values:
         blocks["critic.model.path"] = config.critic.model
@@ -219,7 +221,8 @@ def find_unreachable_hub(target: Target) -> Iterator[Finding]:
         yield error(f"{what}, and {names} is not in the cache", _END, do)
         return
     if target.at_start:  # here and, as it is carried to them, in all processes of the run
-        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
     yield warning(
         f"{what}; the models are in the cache",
         "each of their files would be asked for and waited for: a run goes on as with HF_HUB_OFFLINE=1",
@@ -316,9 +319,17 @@ def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
         size = _checkpoint_bytes(config)
     except ValueError:  # a model that can't be read: another check says why
         return
-    trainer, there = config.trainer, len(CheckpointStore(target.run_folder, None).steps())
-    steps, frequency, kept = trainer.total_training_steps, trainer.save_freq, trainer.max_ckpt_to_keep
-    written = 1 if frequency <= 0 else -(-steps // frequency) if steps is not None else (kept or 1) + 1
+    trainer = config.trainer
+    there = len(CheckpointStore(target.run_folder, None).steps())
+    steps = trainer.total_training_steps
+    frequency = trainer.save_freq
+    kept = trainer.max_ckpt_to_keep
+    if frequency <= 0:
+        written = 1
+    elif steps is not None:
+        written = -(-steps // frequency)
+    else:
+        written = (kept or 1) + 1
     # one more is on disk while it is written before the oldest goes
     at_once = min((kept or written) + 1, written)
     sizes = os.statvfs(existing_parent(target.run_folder))
@@ -339,7 +350,8 @@ def _checkpoint_bytes(config: Config) -> int:
     """About what one checkpoint takes: per trained parameter the weight and AdamW's two averages, and the
     policy's weights again in a Hugging Face folder.
     """
-    total, device = 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    total = 0
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for engine in engines_of(config, Passes(config), device):
         if engine.is_trained:
             width = engine.precision.model.itemsize

@@ -45,7 +45,8 @@ class Finding:
         shown = ", ".join(self.machines[:4])
         more = f" and {len(self.machines) - 4} more" if len(self.machines) > 4 else ""
         where = f"{shown}{more}: " if shown else ""
-        why, do = f": {self.why}" if self.why else "", f". Do: {self.do}" if self.do else ""
+        why = f": {self.why}" if self.why else ""
+        do = f". Do: {self.do}" if self.do else ""
         return " ".join(f"{self.level}: [{self.check}] {where}{self.what}{why}{do}".split())
 
 
@@ -136,7 +137,8 @@ class Target:
     def num_gpus_asked(self) -> int:
         """GPUs that the run can't do without: with one process `auto` takes what is there."""
         assert self.config is not None
-        device, processes = self.config.trainer.device, num_processes(self.config)
+        device = self.config.trainer.device
+        processes = num_processes(self.config)
         optional = device == "cpu" or (device == "auto" and processes == 1)
         return 0 if optional else processes + num_sampling(self.config)
 
@@ -195,7 +197,8 @@ class Hardware:
         """What a run would have: GPUs of `trainer.dry_run_gpu_memory_gb`, else those of this machine.
         ValueError: GPUs are meant, none is here, and nothing says how much memory they have.
         """
-        device, gpu_memory_gb = config.trainer.device, config.trainer.dry_run_gpu_memory_gb
+        device = config.trainer.device
+        gpu_memory_gb = config.trainer.dry_run_gpu_memory_gb
         import torch
 
         has_gpu = torch.cuda.is_available()

@@ -96,8 +96,11 @@ class Beat:
     """Writes what `about` holds to a file each second, from a thread, until `end`."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path, self.about, self._count = path, about, 0
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self.path = path
+        self.about = about
+        self._count = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self.write()
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
         self._thread.start()
@@ -122,7 +125,9 @@ class Pulse:
     """What another process tells by its beat. silent: seconds since the last one, by this process's clock."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.about, self.has_moved = path, dict[str, Any](), False
+        self.path = path
+        self.about = dict[str, Any]()
+        self.has_moved = False
         self._since = time.monotonic()
         self.look()
         self.has_moved = False  # what lies there from before is no beat
@@ -133,7 +138,9 @@ class Pulse:
         except (OSError, ValueError):
             return self.about
         if about != self.about:
-            self.about, self.has_moved, self._since = about, True, time.monotonic()
+            self.about = about
+            self.has_moved = True
+            self._since = time.monotonic()
         return self.about
 
     @property
@@ -161,7 +168,9 @@ class FolderSession(ExitStack):
 
     def __init__(self, root: Path) -> None:
         super().__init__()
-        self.root, self.number, self.groups = root, "", list[FolderWorkerGroup]()
+        self.root = root
+        self.number = ""
+        self.groups = list[FolderWorkerGroup]()
         self.checked = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)  # calls hold the run's settings, keys of servers too
@@ -173,7 +182,8 @@ class FolderSession(ExitStack):
         """A new session: processes that serve an earlier one begin anew."""
         for old in self.root.glob("session-*"):
             shutil.rmtree(old, ignore_errors=True)
-        self.number, self.groups = f"session-{uuid.uuid4().hex[:12]}", []
+        self.number = f"session-{uuid.uuid4().hex[:12]}"
+        self.groups = []
         (self.root / self.number).mkdir()
         self._beat.write(session=self.number)
         return self
@@ -199,7 +209,8 @@ class FolderResourcePool(ResourcePool):
 
     def __init__(self, process_on_nodes: Sequence[int], name: str, session: FolderSession) -> None:
         super().__init__(process_on_nodes)
-        self.name, self.session = name, session
+        self.name = name
+        self.session = session
         self.timeout_seconds = 600.0  # they may be jobs of a cluster's queue
 
 
@@ -227,7 +238,8 @@ class FolderWorkerGroup(WorkerGroup):
 
     def __init__(self, pool: FolderResourcePool, cls_with_init: ClassWithInitArgs) -> None:
         super().__init__(pool.world_size, cls_with_init.cls, pool.name)
-        self._session, self._is_over = pool.session, False
+        self._session = pool.session
+        self._is_over = False
         self._folder = pool.session.root / pool.session.number
         self._pulses = [Pulse(pool.session.root / f"{pool.name}-{i}.json") for i in range(pool.world_size)]
         self._numbers = [0] * pool.world_size
@@ -248,9 +260,11 @@ class FolderWorkerGroup(WorkerGroup):
         self._values(self._start("make_worker", told), "__init__")
 
     def _wait_for_all(self, seconds: float) -> None:
-        began, said_at = time.monotonic(), SECONDS_TO_WAIT_SILENTLY
+        began = time.monotonic()
+        said_at = SECONDS_TO_WAIT_SILENTLY
         while missing := [rank for rank, pulse in enumerate(self._pulses) if not self._is_served(pulse)]:
-            names, waited = ", ".join(f"{self.name}-{rank}" for rank in missing), time.monotonic() - began
+            names = ", ".join(f"{self.name}-{rank}" for rank in missing)
+            waited = time.monotonic() - began
             if waited > seconds:
                 raise ValueError(
                     f"Found no process {names} after {seconds:g} s at {self._session.root}; expected for "
@@ -274,7 +288,8 @@ class FolderWorkerGroup(WorkerGroup):
         replies = []
         with self._lock:  # all ranks get calls in one order, also from the thread that writes checkpoints
             for rank, payload in enumerate(payloads):
-                box, number = self._folder / f"{self.name}-{rank}", self._numbers[rank]
+                box = self._folder / f"{self.name}-{rank}"
+                number = self._numbers[rank]
                 box.mkdir(exist_ok=True)
                 put(box / f"call-{number}", payload)
                 self._numbers[rank] += 1
@@ -286,7 +301,8 @@ class FolderWorkerGroup(WorkerGroup):
 
     def _values(self, replies: list[RankReply], method: str) -> list[Any]:
         """What the ranks have answered. A death is raised before an error that it may have caused."""
-        began, until = time.monotonic(), float("inf")
+        began = time.monotonic()
+        until = float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
             errors = [str(each.answer[1]) for each in replies if each.answer and each.answer[1] is not None]
             if errors:
@@ -314,7 +330,8 @@ class FolderWorkerGroup(WorkerGroup):
     def check_alive(self, method: str) -> None:
         """WorkerDiedError: a rank is gone."""
         for rank, pulse in enumerate(self._pulses):
-            about, why = pulse.look(), ""
+            about = pulse.look()
+            why = ""
             if about["life"] != self._lives[rank] or about["session"] != self._session.number:
                 why = "it has begun anew"
             elif about["machine"] == MACHINE and not psutil.pid_exists(about["pid"]):
@@ -347,7 +364,8 @@ class FolderRank:
         try:
             return pickle.dumps((run_method(target, method, call), None, ""), protocol=5)
         except (Exception, SystemExit) as error:  # whatever a method may raise; raised again by the driver
-            trace, plain = traceback.format_exc(), RuntimeError(f"{type(error).__name__}: {error}")
+            trace = traceback.format_exc()
+            plain = RuntimeError(f"{type(error).__name__}: {error}")
             try:
                 payload = pickle.dumps((None, error if isinstance(error, Exception) else plain, trace))
                 pickle.loads(payload)
@@ -364,7 +382,10 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all; it is for the driver
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root / f"{name}.lock"):
-        driver, rank, number, since = Pulse(root / "driver.json"), FolderRank(), 0, time.monotonic()
+        driver = Pulse(root / "driver.json")
+        rank = FolderRank()
+        number = 0
+        since = time.monotonic()
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # all ranks meet in rank 0's
         about = {"pid": os.getpid(), "life": uuid.uuid4().hex, "machine": MACHINE, "address": address}
         beat = Beat(root / f"{name}.json", about | {"port": store.port, "session": None})
@@ -380,7 +401,8 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
             payload = rank.answer(method, call)
             with suppress(FileNotFoundError):  # the session is over: `_watch` will see it
                 put(box / f"reply-{number}", payload)
-            number, since = number + 1, time.monotonic()
+            number = number + 1
+            since = time.monotonic()
         if rank.worker is not None:
             rank.worker.close()
         beat.end()
@@ -392,7 +414,8 @@ def _watch(driver: Pulse, beat: Beat, parent: int, patience: float) -> None:
     leads another one, and ends it with the run: a call that waits for another rank may never end.
     """
     while True:
-        told, served = driver.look().get("session"), beat.about["session"]
+        told = driver.look().get("session")
+        served = beat.about["session"]
         if driver.is_over:
             time.sleep(SECONDS_TO_CLOSE)
             os._exit(0)

@@ -51,6 +51,7 @@ class LocalWorkerGroup(WorkerGroup):
         return list
 
     def shutdown(self) -> None:
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is not None:
             worker.close()

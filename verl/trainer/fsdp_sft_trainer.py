@@ -36,7 +36,8 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
         from verl.utils import hf_tokenizer
         from verl.utils.dataset.sft_dataset import SFTDataset
 
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
     tokenizer = hf_tokenizer(
         model.partial_pretrain, correct_pad_token=False, trust_remote_code=model.trust_remote_code
@@ -49,7 +50,8 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
     val = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
     for name, dataset in (("training", train), ("validation", val)):
         if dataset is not None:
-            tokens, trained = sum(map(len, dataset.input_ids)), sum(int(row.sum()) for row in dataset.trained)
+            tokens = sum(map(len, dataset.input_ids))
+            trained = sum(int(row.sum()) for row in dataset.trained)
             cut = f"; {dataset.num_cut_away} rows left out (cut)" if dataset.num_cut_away else ""
             print(
                 f"{name}: {len(dataset)} rows, {tokens} tokens, of which {trained} are trained{cut}",

@@ -209,7 +209,8 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
     from verl.workers.rollout.base import RolloutEngine
     from verl.workers.rollout.build import EngineRequest, build_engine, rollout_dtype
 
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    rollout = config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
     length = config.data.max_prompt_length
     model.path = options.tokenizer if folder is None else str(folder)
     tokenizer: Any
@@ -247,7 +248,8 @@ def check_search(config: Config, asks: bool) -> None:
 
     if not config.do_search or not asks:
         return
-    retriever, key = config.retriever, os.environ.get(API_KEY_VARIABLE, "")
+    retriever = config.retriever
+    key = os.environ.get(API_KEY_VARIABLE, "")
     place = (retriever.url, retriever.topk, 5.0)
     with SearchClient(*place, api_key=key, use_proxy=retriever.use_proxy) as client:
         try:

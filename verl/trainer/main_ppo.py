@@ -50,7 +50,9 @@ def _worker(role: Role, config: Config) -> ClassWithInitArgs:
     from verl.trainer.placement import Role
 
     actor_class, critic_class = worker_classes(config)
-    block, device, seed = config.actor_rollout_ref, config.trainer.device, config.trainer.seed
+    block = config.actor_rollout_ref
+    device = config.trainer.device
+    seed = config.trainer.seed
     agent_factory = functools.partial(build_agent, config, api_key=os.environ.get(API_KEY_VARIABLE, ""))
     if role is Role.Rollout:
         from verl.workers.rollout_worker import RolloutWorker

@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         return 2
-    errors, warnings = preflight.num_errors, len(preflight.findings) - preflight.num_errors
+    errors = preflight.num_errors
+    warnings = len(preflight.findings) - preflight.num_errors
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in preflight.findings]
         counts = {"errors": errors, "warnings": warnings, "checks": preflight.checks}

@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept, rejected = choose(benchmark.lines(), options.keep, options.per_prompt, options.solved_at)
         end_token = getattr(tokenizer, "eos_token", None)
         as_messages = options.base_url is not None and options.tokenizer is None
-        rows, shares = benchmark.dataset.rows, (options.val_share, options.seed, as_messages)
+        rows = benchmark.dataset.rows
+        shares = (options.val_share, options.seed, as_messages)
         for name, count in write_rows(
             kept, rejected, rows, benchmark.folder, model, end_token, *shares
         ).items():

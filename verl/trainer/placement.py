@@ -112,7 +112,8 @@ def build_pools(
     """The pool that all roles share that train, and that of the processes that sample, if there are any.
     Reserves nothing. session: with trainer.backend=folder, of their processes.
     """
-    spec, mapping = {"global_pool": processes_on_nodes(config)}, dict.fromkeys(roles, "global_pool")
+    spec = {"global_pool": processes_on_nodes(config)}
+    mapping = dict.fromkeys(roles, "global_pool")
     if samples_apart(config):
         spec["rollout_pool"] = [num_sampling(config)]
         mapping[Role.Rollout] = "rollout_pool"
@@ -182,14 +183,17 @@ def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:
 
 def _device(config: Config | SFTConfig) -> str:
     """ "cuda" or "cpu", where GPUs may be used."""
-    trainer, processes = config.trainer, num_processes(config) + num_sampling(config)
+    trainer = config.trainer
+    processes = num_processes(config) + num_sampling(config)
     if trainer.backend == "ray":
         import ray  # a local run does without it
 
-        num_gpus, where = int(ray.cluster_resources().get("GPU", 0)), "the Ray cluster"
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        where = "the Ray cluster"
     else:
         machines = trainer.nnodes if trainer.backend == "folder" else 1
-        num_gpus, where = machines * torch.cuda.device_count(), "this machine"
+        num_gpus = machines * torch.cuda.device_count()
+        where = "this machine"
     if trainer.device == "auto" and num_processes(config) == 1:
         return "cuda" if num_gpus >= processes else "cpu"
     more = f" with rollout.num_processes={num_sampling(config)}" if num_sampling(config) else ""

@@ -21,7 +21,9 @@ import psutil
 
 from verl.config import Config
 
-DRIVER, TRAINER, SAMPLER = "orchestrator", "train_worker", "inference"
+DRIVER = "orchestrator"
+TRAINER = "train_worker"
+SAMPLER = "inference"
 SILENT_SECONDS = 60.0  # without a beat: as long as the driver waits for one, see single_controller/folder.py
 SECONDS_TO_END = 20.0
 SECONDS_TO_NOTICE = 20.0  # for the driver, that a process is gone for good
@@ -42,14 +44,17 @@ class RunProcesses:
     """Those of a run, whose settings `argv` are checked. ValueError: it is not one of this machine alone."""
 
     def __init__(self, argv: Sequence[str], config: Config) -> None:
-        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+        trainer = config.trainer
+        rollout = config.actor_rollout_ref.rollout
         if trainer.nnodes > 1:
             raise ValueError(
                 f"Found trainer.nnodes={trainer.nnodes} with trainer.backend=folder; expected 1, or "
                 "that you start the processes: verl.orchestrator, verl.train_worker, verl.inference"
             )
-        self.argv, self.max_restarts = list(argv), trainer.max_restarts
-        self.num_trainers, self.folder = trainer.n_gpus_per_node, process_folder(config)
+        self.argv = list(argv)
+        self.max_restarts = trainer.max_restarts
+        self.num_trainers = trainer.n_gpus_per_node
+        self.folder = process_folder(config)
         samplers = rollout.num_processes if rollout.placement == "apart" else 0
         self.places = [DRIVER, *(f"{TRAINER}-{rank}" for rank in range(self.num_trainers))]
         self.places += [f"{SAMPLER}-{rank}" for rank in range(samplers)]
@@ -98,7 +103,8 @@ class RunProcesses:
         for each in PASSED_ON:  # nohup ignores some, and so does a shell that passes on itself
             if signal.getsignal(each) is not signal.SIG_IGN:
                 signal.signal(each, self.pass_on)
-        num_restarts, gone_since = 0, float("inf")
+        num_restarts = 0
+        gone_since = float("inf")
         try:
             for place in self.places:
                 self.start(place)

@@ -28,7 +28,8 @@ from typing import Any
 
 from verl.utils.durable import sync_tree
 
-MANIFEST, OWNER = "COMPLETE.json", "OWNER"
+MANIFEST = "COMPLETE.json"
+OWNER = "OWNER"
 RECORDS: tuple[str, ...] = (
     "trajectories",
     "branches",
@@ -38,7 +39,9 @@ RECORDS: tuple[str, ...] = (
     "judge_verdicts.jsonl",
 )
 RECORDS += ("config.yaml", "metrics.jsonl")  # the last one is there when all are
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries
+# seconds between two tries
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 60.0
 JOIN_SECONDS = 10.0
 
 
@@ -68,7 +71,8 @@ class RemoteStore:
             raise ValueError(f"trainer.remote_dir={remote_dir}: {error}") from error
         self._sent: set[tuple[str, str]] = set()
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.url, self.base = remote_dir, base.rstrip("/")
+        self.url = remote_dir
+        self.base = base.rstrip("/")
         self.root = f"{self.base}/{run_name}"
 
     def _ask(self, call: Callable[..., Any], *arguments: Any, **flags: Any) -> Any:
@@ -99,7 +103,8 @@ class RemoteStore:
 
     def check(self, run_dir: Path) -> None:
         """RemoteFailed: there is no such place, nothing can be written there, or another run has it."""
-        mine, theirs = run_dir / OWNER, f"{self.root}/{OWNER}"
+        mine = run_dir / OWNER
+        theirs = f"{self.root}/{OWNER}"
         try:
             if self.is_local and not Path(self.base).is_dir():
                 raise FileNotFoundError(f"no folder {self.base}")  # a mount that is away is no new place
@@ -137,7 +142,8 @@ class RemoteStore:
         """A whole checkpoint, and the run's records so far. Called again after a failure, it sends what was
         not sent. RemoteFailed, OSError; InterruptedError: `ended` was set.
         """
-        place, files = f"{self.root}/{folder.name}", dict[str, dict[str, Any]]()
+        place = f"{self.root}/{folder.name}"
+        files = dict[str, dict[str, Any]]()
         self._sent = {each for each in self._sent if each[0] == place}
         if not self._sent and MANIFEST in self._names(place):  # of other content
             self._ask(self.fs.rm_file, f"{place}/{MANIFEST}")
@@ -170,7 +176,8 @@ class RemoteStore:
         """Downloads a checkpoint to its place in the run's folder, checked against the manifest, and records
         where the folder has none. RemoteFailed.
         """
-        place, aside = f"{self.root}/global_step_{step}", run_dir / f"global_step_{step}.incomplete"
+        place = f"{self.root}/global_step_{step}"
+        aside = run_dir / f"global_step_{step}.incomplete"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
@@ -184,7 +191,8 @@ class RemoteStore:
             if not (run_dir / "metrics.jsonl").exists() and "records" in self._names(self.root):
                 names = sorted(self._below(f"{self.root}/records"), key=lambda name: name == "metrics.jsonl")
                 for name in names:
-                    target, part = run_dir / name, run_dir / f"{name}.part"
+                    target = run_dir / name
+                    part = run_dir / f"{name}.part"
                     part.parent.mkdir(parents=True, exist_ok=True)
                     self._ask(self.fs.get_file, f"{self.root}/records/{name}", str(part))
                     part.replace(target)
@@ -199,7 +207,8 @@ class RemoteStore:
         """
         name = self.root.split("/")[-1] if step is None else f"global_step_{step}"
         parent = self.base if step is None else self.root
-        others, number = self._names(parent), 1
+        others = self._names(parent)
+        number = 1
         if name not in others:
             return
         while f"{name}.old-{number}" in others:
@@ -244,7 +253,10 @@ class Uploads:
         """keep: remote checkpoints that stay, the newest (None: all). deadline: seconds until a checkpoint is
         given up. RemoteFailed.
         """
-        self.store, self.run_dir, self.keep, self.deadline = store, run_dir, keep, deadline
+        self.store = store
+        self.run_dir = run_dir
+        self.keep = keep
+        self.deadline = deadline
         self.whole = set(store.steps())
         self._queue: queue.Queue[int | None] = queue.Queue()
         self._ended = threading.Event()
@@ -268,7 +280,8 @@ class Uploads:
 
     def _upload(self, step: int) -> bool:
         folder = self.run_dir / f"global_step_{step}"
-        until, pause = time.monotonic() + self.deadline, FIRST_PAUSE
+        until = time.monotonic() + self.deadline
+        pause = FIRST_PAUSE
         while folder.is_dir() and not self._ended.is_set():
             try:
                 self.store.upload(step, folder, self.run_dir, self._ended)

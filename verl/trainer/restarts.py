@@ -87,7 +87,8 @@ class RestartingRun:
     """
 
     def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
-        self.config, self._build = config, build
+        self.config = config
+        self._build = build
         self.max_restarts = config.trainer.max_restarts if config.trainer.backend != "local" else 0
         self.num_restarts = 0
         self.has_rewound = False  # in this process
@@ -140,7 +141,8 @@ class RestartingRun:
 
     def shutdown(self) -> None:
         """End the workers. Safe to call twice."""
-        trainer, self.trainer = self.trainer, None
+        trainer = self.trainer
+        self.trainer = None
         if trainer is not None:
             trainer.shutdown()
 
@@ -219,7 +221,9 @@ class RestartingRun:
         self.shutdown()
         self._failures_in_a_row += 1
         if trainer.checkpoints.last_written is not None:
-            self._last, self._has_own, self._failures_in_a_row = trainer.checkpoints.last_written, True, 1
+            self._last = trainer.checkpoints.last_written
+            self._has_own = True
+            self._failures_in_a_row = 1
         elif self.num_restarts == 0 and trainer.resume_folder is not None:
             self._last = RunState.load(trainer.resume_folder).step
         if self.max_restarts == 0:
@@ -251,7 +255,8 @@ class RestartingRun:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def _by_hand(self) -> str:
-        command, mode = "the same command again", self.config.trainer.resume_mode
+        command = "the same command again"
+        mode = self.config.trainer.resume_mode
         if mode == "none" or (mode == "from_path" and self._has_own):
             command += " with trainer.resume_mode=auto"  # as it stands it would leave this run's steps behind
             command += " trainer.resume_from_path=null" if mode == "from_path" else ""

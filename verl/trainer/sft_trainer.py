@@ -66,7 +66,8 @@ class FSDPSFTTrainer(CheckpointedRun):
     ) -> None:
         super().__init__(config, stop_request)
         self.tokenizer = tokenizer
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
         trainer = config.trainer
         self.sampler = PromptSampler(
             len(train_dataset), config.data.train_batch_size, config.data.shuffle, trainer.seed
@@ -158,7 +159,8 @@ class FSDPSFTTrainer(CheckpointedRun):
 
     def _validation_loss(self, dataset: SFTDataset) -> float:
         """Mean over all trained tokens of the rows (nats)."""
-        size, sums = self.config.data.train_batch_size, {"nll": 0.0, "tokens": 0.0}
+        size = self.config.data.train_batch_size
+        sums = {"nll": 0.0, "tokens": 0.0}
         for start in range(0, len(dataset), size):
             rows = range(start, min(start + size, len(dataset)))
             metrics = self.workers.evaluate(self._arranged(dataset, rows)).meta_info["metrics"]

@@ -17,5 +17,6 @@ def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, **kwargs: An
         reason = str(error).splitlines()[0]
         raise ValueError(f"{name_or_path}: no tokenizer can be read there ({reason})") from error
     if correct_pad_token and tokenizer.pad_token_id is None:
-        tokenizer.pad_token, tokenizer.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token_id = tokenizer.eos_token_id
     return tokenizer

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import TextIO
 
 atexit.register(gc.freeze)  # at the end: to look for garbage among what was imported takes a second
-FIRST_AFTER, EVERY = 3.0, 10.0  # seconds; of what is faster than the first nothing is said
+# seconds; of what is faster than the first nothing is said
+FIRST_AFTER = 3.0
+EVERY = 10.0
 
 
 @contextmanager
@@ -19,10 +21,12 @@ def announced(what: str, file: TextIO | None = None) -> Iterator[None]:
     """Prints "loading the model ...", "loading the model: 13 s so far", "loading the model: done after 15 s";
     to standard output unless to a file.
     """
-    begun, ended = time.monotonic(), threading.Event()
+    begun = time.monotonic()
+    ended = threading.Event()
 
     def remind() -> None:
-        line, pause = f"{what} ...", FIRST_AFTER
+        line = f"{what} ..."
+        pause = FIRST_AFTER
         while not ended.wait(pause):
             print(line, file=file, flush=True)
             pause = EVERY

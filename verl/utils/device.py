@@ -90,7 +90,8 @@ def bf16_speedup(width: int, inner: int, rounds: int = 7) -> float:
     the median over rounds of both by turns, some 50 ms, in CPU time of the calling thread (torch's other
     threads are not counted). At most 2,048 of a size are taken.
     """
-    x, weight = torch.randn(128, min(width, 2048)), torch.randn(min(inner, 2048), min(width, 2048))
+    x = torch.randn(128, min(width, 2048))
+    weight = torch.randn(min(inner, 2048), min(width, 2048))
     pairs = [(x.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
     ratios = []
     with torch.inference_mode():

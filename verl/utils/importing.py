@@ -44,8 +44,10 @@ def place_of(error: BaseException) -> str:
     """The line that raised an exception, the last one outside of libraries: " (file:line, in function)"."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))]
-    last = own[-1] if own else frames[-1] if frames else None
-    return f" ({last.filename}:{last.lineno}, in {last.name})" if last else ""
+    if not frames:
+        return ""
+    last = own[-1] if own else frames[-1]
+    return f" ({last.filename}:{last.lineno}, in {last.name})"
 
 
 def describe(error: BaseException) -> str:

@@ -71,7 +71,8 @@ def _eager_pull(
     """The same from log-probs, in float32 and with few passes, before the temperature. pulls: [L, 1] each.
     own: whether this rank has the labels' rows (None: all), at `places`.
     """
-    p, (of_labels, b) = log_p.exp(), pulls
+    p = log_p.exp()
+    of_labels, b = pulls
     a = 0.0 if of_labels is None else of_labels
     grad = p.mul_(-a) if b is None else p.mul_(torch.addcmul(-a - b * entropy, log_p, -b))
     if of_labels is not None:
@@ -113,7 +114,8 @@ class _LinearLogProb(torch.autograd.Function):
         for chunk in chunks:
             if compiles:
                 figures = _compiled(_figures)(hidden[chunk] @ weight.t(), labels[chunk], temperature)
-                log_probs[chunk], log_sum[chunk] = figures[0], figures[3]
+                log_probs[chunk] = figures[0]
+                log_sum[chunk] = figures[3]
                 if with_entropy:
                     entropy[chunk] = figures[1]
                 if with_sum_pi_squared:
@@ -145,7 +147,8 @@ class _LinearLogProb(torch.autograd.Function):
                 sums.append(torch.linalg.vecdot(powers, powers))
             summed = torch.stack(sums)
             dist.all_reduce(summed, group=group)
-            total, log_total = summed[0], summed[0].log()
+            total = summed[0]
+            log_total = summed[0].log()
             log_sum[chunk] = log_total + greatest
             log_probs[chunk] = summed[1] - log_total
             if with_entropy:
@@ -156,7 +159,10 @@ class _LinearLogProb(torch.autograd.Function):
             del logits, powers
         kept = log_p if len(chunks) == 1 else None  # None where it is compiled
         ctx.save_for_backward(hidden, weight, labels, entropy, log_sum, kept)
-        ctx.chunks, ctx.temperature, ctx.first_row, ctx.group = chunks, temperature, first_row, group
+        ctx.chunks = chunks
+        ctx.temperature = temperature
+        ctx.first_row = first_row
+        ctx.group = group
         ctx.compiles = compiles
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sum_pi_squared, *([] if with_entropy else [entropy]))
@@ -181,7 +187,8 @@ class _LinearLogProb(torch.autograd.Function):
                     log_p = _logits(hidden[chunk], weight, ctx.temperature)
                     log_p = log_p.log_softmax(-1) if ctx.group is None else log_p.sub_(log_sum[chunk, None])
                 of_chunk = [None if x is None else x[chunk].unsqueeze(1) for x in pulls]
-                own, places = None, labels[chunk]
+                own = None
+                places = labels[chunk]
                 if ctx.group is not None:
                     own, places = _own_labels(places, ctx.first_row, weight)
                 grad_logits = _eager_pull(log_p, places, own, of_chunk, entropy[chunk].unsqueeze(1))
@@ -232,7 +239,8 @@ def linear_log_prob(
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
     rows = chunk_rows or chunk_rows_of(len(weight), device_type != "cpu")  # the same on every rank

@@ -10,6 +10,10 @@ import numpy as np
 def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     """Each list becomes its maximum if its name holds "max", minimum if "min", else mean; in place."""
     for name, values in metrics.items():
-        reduce = np.max if "max" in name else np.min if "min" in name else np.mean
-        metrics[name] = reduce(values)
+        if "max" in name:
+            metrics[name] = np.max(values)
+        elif "min" in name:
+            metrics[name] = np.min(values)
+        else:
+            metrics[name] = np.mean(values)
     return metrics

@@ -124,8 +124,10 @@ def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) 
     """Attention of sequences of equal lengths: q [B, H, N, D], k and v [B, G, K, D] -> [B, H, N, D]; the
     queries are the last ones.
     """
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    missing, mask = num_keys - num_queries, None
+    num_queries = q.shape[2]
+    num_keys = k.shape[2]
+    missing = num_keys - num_queries
+    mask = None
     if window is not None and num_keys > window or 2 * num_queries < num_keys:
         mask = _mask(torch.arange(missing, num_keys, device=q.device), num_keys, window)
     elif missing:  # no mask needed for queries of nothing in front: what they cost is less than half
@@ -159,7 +161,8 @@ def _wanted_one_by_one(
         if is_worth_it(q, k.shape[1]):
             out = causal_attention(q, k, v, at, scale, window)
         else:
-            mask, grouped = _mask(at, k.shape[1], window), len(q) != len(k)
+            mask = _mask(at, k.shape[1], window)
+            grouped = len(q) != len(k)
             out = F.scaled_dot_product_attention(
                 q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=grouped
             )[0]
@@ -350,7 +353,8 @@ class _CausalAttention(torch.autograd.Function):
         query = _by_group(query, len(key)) * scale
         key_t = key.transpose(1, 2)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        blocks, kept = list(_blocks(places, window)), []
+        blocks = list(_blocks(places, window))
+        kept = []
         for rows, keys in blocks:
             scores = torch.bmm(_rows(query, rows), key_t[:, :, keys])
             _hide_(scores, places[rows], keys, window)
@@ -360,14 +364,16 @@ class _CausalAttention(torch.autograd.Function):
                 kept.append(scores)
         if is_kept:
             ctx.save_for_backward(query, key, value, *kept)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.blocks = blocks
+        ctx.scale = scale
         return out.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         query, key, value, *kept = ctx.saved_tensors
-        grad_out, value_t = _by_group(grad_out, len(key)), value.transpose(1, 2)
+        grad_out = _by_group(grad_out, len(key))
+        value_t = value.transpose(1, 2)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros(x.shape) for x in (key, value))
         for (rows, keys), probs in zip(ctx.blocks, kept, strict=True):
@@ -377,7 +383,8 @@ class _CausalAttention(torch.autograd.Function):
             grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
             grad_query[:, :, rows] = torch.bmm(grad_scores, key[:, keys]).view_as(grad_query[:, :, rows])
             _add_product_(grad_key[:, keys], grad_scores.transpose(1, 2), _rows(query, rows))
-        grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
+        grad_key = grad_key.to(key.dtype)
+        grad_value = grad_value.to(value.dtype)
         return grad_query.mul_(ctx.scale).flatten(0, 1), grad_key, grad_value, None, None, None, None
 
 
@@ -403,7 +410,8 @@ def _blocks(places: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]
     """(queries, all keys that any of them sees) of each block."""
     for start in range(0, len(places), BLOCK):
         rows = slice(start, min(start + BLOCK, len(places)))
-        first, last = int(places[rows.start]), int(places[rows.stop - 1])
+        first = int(places[rows.start])
+        last = int(places[rows.stop - 1])
         yield rows, slice(0 if window is None else max(0, first - window + 1), last + 1)
 
 

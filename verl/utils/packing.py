@@ -131,11 +131,14 @@ def pack_rows(
     else:
         layout = _shared(torch.stack([ids, positions], dim=1), contexts.tolist())
     at = (place + starts[:, None])[in_loss]  # of each loss token among the rows' own, end to end
-    predicted_from, labels, distinct = layout.where[at - 1], ids[at], None
+    predicted_from = layout.where[at - 1]
+    labels = ids[at]
+    distinct = None
     if layout.key_index is not None:
         base = int(labels.max()) + 1 if len(labels) else 1  # pairs as numbers: `unique` of rows copies each
         pairs, distinct = (predicted_from * base + labels).unique(return_inverse=True)
-        predicted_from, labels = pairs // base, pairs % base
+        predicted_from = pairs // base
+        labels = pairs % base
         distinct = to_device(distinct, device)
     cells = loss_mask.view(-1).nonzero().squeeze(1)
     predicting = predicted_from.unique() if len(predicted_from) else torch.tensor([0])
@@ -172,7 +175,8 @@ class _Layout:
 
 def _padded(lengths: Tensor) -> _Layout:
     """Each row padded on the right to the longest."""
-    longest, starts = int(lengths.max()), lengths.cumsum(0) - lengths
+    longest = int(lengths.max())
+    starts = lengths.cumsum(0) - lengths
     columns = torch.arange(longest)
     source = (starts[:, None] + columns.clamp(max=(lengths - 1)[:, None])).view(-1)
     where = (columns + longest * torch.arange(len(lengths))[:, None])[columns < lengths[:, None]]
@@ -193,18 +197,23 @@ def _shared(tokens: Tensor, lengths: Sequence[int]) -> _Layout:
     keys: list[np.ndarray] = []
     seq_lens: list[int] = []
     key_lens: list[int] = []
-    before, used = slice(0, 0), 0
+    before = slice(0, 0)
+    used = 0
     for row, shared in order:
-        start, own = starts[row], lengths[row] - shared
+        start = starts[row]
+        own = lengths[row] - shared
         where[start : start + shared] = where[before][:shared]
         where[start + shared : start + lengths[row]] = np.arange(used, used + own)
         goes_on = bool(keys) and shared == before.stop - before.start
-        before, used = slice(start, start + lengths[row]), used + own
+        before = slice(start, start + lengths[row])
+        used = used + own
         if not own:
             continue
         source.append(np.arange(start + shared, start + lengths[row]))
         if goes_on:  # the row before is its whole beginning: the two are one sequence to attention
-            keys[-1], seq_lens[-1], key_lens[-1] = where[before], seq_lens[-1] + own, lengths[row]
+            keys[-1] = where[before]
+            seq_lens[-1] = seq_lens[-1] + own
+            key_lens[-1] = lengths[row]
         else:
             keys.append(where[before])
             seq_lens.append(own)
@@ -275,7 +284,8 @@ def prefix_order(sequences: Sequence[np.ndarray]) -> list[tuple[int, int]]:
     keys = [sequence.tobytes() for sequence in sequences]
     pairs: list[tuple[int, int]] = []
     for index in sorted(range(len(keys)), key=keys.__getitem__):
-        shared, sequence = 0, sequences[index]
+        shared = 0
+        sequence = sequences[index]
         if pairs:
             before = sequences[pairs[-1][0]]
             length = min(len(before), len(sequence))

@@ -7,7 +7,9 @@ import random
 
 import httpx
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds
+# seconds
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 15.0
 PASSING = (408, 409, 425, 429)  # and 5xx: a later request may be answered
 
 
@@ -26,7 +28,8 @@ async def post_patiently(client: httpx.AsyncClient, url: str, content: str, seco
     Raises:
         Refused: by any other status, or there was no answer within `seconds`.
     """
-    problem, pause = "", FIRST_PAUSE
+    problem = ""
+    pause = FIRST_PAUSE
     try:
         async with asyncio.timeout(seconds):
             while True:

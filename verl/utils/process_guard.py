@@ -25,7 +25,8 @@ _POLL_SECONDS = 0.2
 
 
 def main() -> None:
-    grace, command = float(sys.argv[1]), sys.argv[2:]
+    grace = float(sys.argv[1])
+    command = sys.argv[2:]
     parent = os.getppid()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group gets it, for the command's sake

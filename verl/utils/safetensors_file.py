@@ -39,7 +39,8 @@ def write_safetensors(file: Path, like: Mapping[str, Tensor], stream: Iterable[t
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in like.items():
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = end + tensor.nbytes
         places = {"data_offsets": [start, end]}
         header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), **places}
     text = json.dumps(header).encode()

@@ -80,7 +80,8 @@ def _console(metrics: Mapping[str, float], step: int) -> None:
 
 def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any]) -> Backend:
     """Weights & Biases. Without an API key (and without WANDB_MODE) the run is kept offline on disk."""
-    wandb, mode = _import("wandb"), os.environ.get("WANDB_MODE")
+    wandb = _import("wandb")
+    mode = os.environ.get("WANDB_MODE")
     if mode is None and not has_wandb_key():
         mode = "offline"
         print(f"wandb: no API key, so the run is kept in {run_dir / 'wandb'}; `wandb sync` sends it later.")

@@ -55,10 +55,12 @@ def split_into_turns(batch: Mapping[str, Tensor], turn_ids: Tensor) -> dict[str,
     is_row = ends > 0
     is_row[:, 0] |= ~is_row.any(dim=1)
     trajectory, turn = is_row.nonzero(as_tuple=True)
-    start, end = starts[trajectory, turn], ends[trajectory, turn]
+    start = starts[trajectory, turn]
+    end = ends[trajectory, turn]
     end = torch.maximum(start, end)
 
-    context, response = int(start.max()), max(int((end - start).max()), 1)
+    context = int(start.max())
+    response = max(int((end - start).max()), 1)
     # of each place of the rows, where it is in the trajectory, counted from its response's beginning
     places = start[:, None] + torch.arange(-prompt_width - context, response)
     is_there = (places >= -prompt_width) & (places < end[:, None])

@@ -64,7 +64,8 @@ class TokenShare:
         repeated so that it does (G' = lcm(G, P)), each query head beside the one that it belongs to.
         Differentiable, in one exchange. ValueError: P does not divide the number of query heads.
         """
-        size, (num_tokens, num_heads) = len(self.counts), query.shape[:2]
+        size = len(self.counts)
+        num_tokens, num_heads = query.shape[:2]
         if num_heads % size:
             raise ValueError(
                 f"Sequence parallelism over {size} processes needs a number of attention heads that {size} "
@@ -85,7 +86,8 @@ class TokenShare:
 
     def to_tokens(self, heads: Tensor) -> Tensor:
         """Heads for tokens: [T, H / P, D] -> [t, H, D]. Differentiable; undoes what `to_heads` does to q."""
-        size, num_tokens = len(self.counts), self.counts[self.rank]
+        size = len(self.counts)
+        num_tokens = self.counts[self.rank]
         got = self._exchange(heads.flatten(1), self.counts, [num_tokens] * size)
         return got.view(size, num_tokens, *heads.shape[1:]).transpose(0, 1).flatten(1, 2)
 
@@ -102,7 +104,9 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, sends: tuple[int, ...], gets: tuple[int, ...], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.sends, ctx.gets, ctx.group = sends, gets, group
+        ctx.sends = sends
+        ctx.gets = gets
+        ctx.group = group
         out = rows.new_empty(sum(gets), rows.shape[1])
         dist.all_to_all_single(out, rows.contiguous(), list(gets), list(sends), group=group)
         return out
@@ -119,7 +123,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.start, ctx.num_rows = sum(counts[: group.rank()]), len(rows)
+        ctx.start = sum(counts[: group.rank()])
+        ctx.num_rows = len(rows)
         out = rows.new_empty(sum(counts), rows.shape[1])
         sent = rows.repeat(len(counts), 1)  # an all to all, since gloo gathers only equal sizes
         dist.all_to_all_single(out, sent, list(counts), [len(rows)] * len(counts), group=group)

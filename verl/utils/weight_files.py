@@ -32,7 +32,10 @@ from verl.utils.records.files import write_text_atomically
 
 logger = logging.getLogger(__name__)
 
-PAYLOAD, MANIFEST, MARK, FAILED = "weights.zst", "manifest.json", "LOADED.", "FAILED"
+PAYLOAD = "weights.zst"
+MANIFEST = "manifest.json"
+MARK = "LOADED."
+FAILED = "FAILED"
 MOST_CHANGED = 0.6  # share of the bytes; a delta with more of them is hardly smaller than an anchor
 LEVEL = 1  # of zstd: level 3 took up to three times as long and saved nothing
 POLL_SECONDS = 0.02
@@ -77,7 +80,9 @@ class WeightWriter:
     """
 
     def __init__(self, folder: Path, anchor_every: int, readers: Sequence[str]) -> None:
-        self.folder, self.anchor_every, self.readers = folder, anchor_every, readers
+        self.folder = folder
+        self.anchor_every = anchor_every
+        self.readers = readers
         if folder.is_dir():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -127,7 +132,8 @@ class WeightWriter:
             is_delta = changed <= MOST_CHANGED * sum(new.nbytes for new in bits.values())
         folder = self.folder / str(version)
         folder.mkdir()
-        tensors, offset = [], 0
+        tensors = []
+        offset = 0
         with (folder / PAYLOAD).open("wb") as file:
             for name, shape, dtype in layout:
                 new = bits[name]
@@ -153,7 +159,9 @@ class WeightWriter:
             self._sizes = []
             self._anchors.append(version)
         self._sizes.append(offset)
-        self._bits, self._layout, self._manifest = bits, layout, manifest
+        self._bits = bits
+        self._layout = layout
+        self._manifest = manifest
 
     def _delete_old(self, newest: int) -> None:
         """All before the last anchor that no reader is behind of."""
@@ -171,7 +179,8 @@ class WeightReader:
     """One that reads what a `WeightWriter` writes. name: among the writer's `readers`."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self.version: int | None = None  # that it has
         self.num_bytes = 0  # that it read from files
         self._bits: Bits = {}
@@ -187,7 +196,8 @@ class WeightReader:
                 raise
             logger.warning("%s; going on from the newest anchor", error)
             bits, tensors = self._restored(version, None)
-        self.version, self._bits = version, bits
+        self.version = version
+        self._bits = bits
         (self.folder / str(version) / f"{MARK}{self.name}").touch()
         types = {each["name"]: (getattr(torch, each["dtype"]), each["shape"]) for each in tensors}
         return [(n, torch.from_numpy(bits[n]).view(dtype).reshape(s)) for n, (dtype, s) in types.items()]
@@ -233,7 +243,8 @@ class WeightReader:
         bits: Bits = {}
         with path.open("rb") as file:
             for each in manifest["tensors"]:
-                name, size = each["name"], getattr(torch, each["dtype"]).itemsize
+                name = each["name"]
+                size = getattr(torch, each["dtype"]).itemsize
                 data = file.read(each["nbytes"])
                 self.num_bytes += len(data)
                 try:

@@ -40,14 +40,16 @@ class CodeVerifier(Verifier):
             return list(pool.map(self.verify, samples))
 
     def verify(self, sample: Sample) -> Verdict:
-        config, tests = self.config, read_tests(sample.label)
+        config = self.config
+        tests = read_tests(sample.label)
         if config.drop_shown_tests and not isinstance(tests, str):
             hidden = []
             for test in tests:  # a prompt shows a test by its text, or by both its input and its output
                 texts = [test["input"], test["output"]] if isinstance(test, dict) else [test]
                 hidden += [] if all(str(text).strip() in sample.query for text in texts) else [test]
             tests = hidden or tests  # where all are shown there is nothing else to go by
-        limit, blocks = config.max_execution_time, _BLOCK.findall(sample.text)
+        limit = config.max_execution_time
+        blocks = _BLOCK.findall(sample.text)
         program = blocks[-1].strip() if blocks else sample.text
         try:
             passed, seconds = self.client.test(program, tests, self.name == "code_stdio", limit)

@@ -48,7 +48,8 @@ class IFEvalVerifier(CheckedVerifier):
 
 def ifeval_score(text: str, label: Any) -> float:
     """The share of the label's instructions that the response follows; an empty one follows none."""
-    answer, wanted = after_thinking(text), instructions(label)
+    answer = after_thinking(text)
+    wanted = instructions(label)
     kept = [bool(_check(name, arguments)(answer)) for name, arguments in wanted if answer or ":" not in name]
     return sum(kept) / max(len(wanted), 1)
 
@@ -73,7 +74,8 @@ def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _check(name: str, arguments: dict[str, Any]) -> Callable[[str], Any]:
     """The check of one instruction. ValueError: there is no such id, or an argument is missing or unknown."""
-    own, library = _OWN.get(name), _library()
+    own = _OWN.get(name)
+    library = _library()
     if own is None and name not in library:
         known = ", ".join(sorted({*_OWN, *library}))
         raise ValueError(f"Found instruction {name!r}; expected one of {known}.")

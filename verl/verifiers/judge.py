@@ -31,7 +31,8 @@ from verl.config.environments import JudgeConfig
 from verl.utils.patient import Refused, post_patiently
 from verl.verifiers.base import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
-API_KEY_VARIABLE, CACHE_FILE = "VERIFIERS_JUDGE_API_KEY", "judge_verdicts.jsonl"
+API_KEY_VARIABLE = "VERIFIERS_JUDGE_API_KEY"
+CACHE_FILE = "judge_verdicts.jsonl"
 _THOUGHTS = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)  # an unfinished one, too
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SCORE = re.compile(r'"score"\s*:\s*"?\s*(-?\d+(?:\.\d+)?|true|false|yes|no)\b', re.IGNORECASE)
@@ -66,8 +67,10 @@ class Judge:
     """One model on one server, its verdicts so far and their cost. All verifiers of a run share it."""
 
     def __init__(self, config: JudgeConfig, folder: Path | None) -> None:
-        self.config, self.path = config, None if folder is None else folder / CACHE_FILE
-        self.spent, self._lock = 0.0, threading.Lock()
+        self.config = config
+        self.path = None if folder is None else folder / CACHE_FILE
+        self.spent = 0.0
+        self._lock = threading.Lock()
         self.known: dict[str, Verdict] = {}
         self._first = "\n"  # ends the half line of a run that was killed
         self._is_read = False  # the file
@@ -97,7 +100,8 @@ class Judge:
                 found = await asyncio.gather(*unique.values(), return_exceptions=True)
                 return dict(zip(unique, found, strict=True))
 
-        verdicts, answers = asyncio.run(ask_all()), list[Verdict]()
+        verdicts = asyncio.run(ask_all())
+        answers = list[Verdict]()
         for each in prompts:
             if isinstance(verdicts[each], BaseException):  # now that all requests are paid and kept
                 raise verdicts[each]
@@ -108,7 +112,10 @@ class Judge:
     async def _verdict(
         self, client: httpx.AsyncClient, places: asyncio.Semaphore, prompt: str, highest: float
     ) -> Verdict:
-        config, problem, cost, nonsense = self.config, "", 0.0, 0
+        config = self.config
+        problem = ""
+        cost = 0.0
+        nonsense = 0
         said = f"{config.model}\n{config.temperature}\n{prompt}"
         key = hashlib.sha256(said.encode(errors="backslashreplace")).hexdigest()
         if key in self.known:
@@ -131,14 +138,16 @@ class Judge:
                     cost += verdict.cost
                     if verdict.score is not None:
                         return replace(verdict, cost=cost)
-                    nonsense, problem = nonsense + 1, f"no score in {verdict.detail!r:.200}"
+                    nonsense = nonsense + 1
+                    problem = f"no score in {verdict.detail!r:.200}"
             except Refused as error:
                 problem = f"{error} {problem}".strip()
         return Verdict(None, f"{config.base_url}: {problem}", cost)
 
     def _read(self, reply: httpx.Response, key: str, highest: float) -> Verdict:
         """The verdict of a reply, which is kept; its text ("" if it has another shape) is the detail."""
-        answer, cost = "", 0.0
+        answer = ""
+        cost = 0.0
         with suppress(ValueError, LookupError, TypeError, AttributeError):
             said = reply.json()
             usage = said.get("usage") or {}
@@ -205,7 +214,8 @@ class RubricVerifier(JudgeVerifier):
             for sample, (query, criteria) in zip(samples, rubrics, strict=True)
             for text, _ in criteria
         ]
-        answers, verdicts = iter(self.judge.ask(prompts)), []
+        answers = iter(self.judge.ask(prompts))
+        verdicts = []
         for _, criteria in rubrics:
             made = [(next(answers), weight) for _, weight in criteria]
             cost = sum(each.cost for each, _ in made)

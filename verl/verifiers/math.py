@@ -36,7 +36,8 @@ _STRIPPED += [("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")]
 class MathVerifier(CheckedVerifier):
     """Both; the work is done in processes of their own (`workers.py`)."""
 
-    function, first = "verl.verifiers.math:math_score", ("0.50", "1/2", False)
+    function = "verl.verifiers.math:math_score"
+    first = ("0.50", "1/2", False)
 
     def check_label(self, label: Any) -> None:
         if label is None or not str(label).strip():
@@ -68,7 +69,8 @@ def last_boxed(text: str) -> str | None:
     r"""What the last \boxed{..} holds, its braces matched; or what follows the last "\boxed "."""
     if "\\boxed " in text:
         return text.rsplit("\\boxed ", 1)[1].split("$")[0]
-    start, depth = text.rfind("\\boxed{"), 0
+    start = text.rfind("\\boxed{")
+    depth = 0
     for end in range(start + 6, len(text)) if start >= 0 else ():
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:

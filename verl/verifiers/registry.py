@@ -73,12 +73,15 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
     entries = truth.get("verifiers") if isinstance(truth, Mapping) else None
     if entries is None:
         if names is None and columns is not None and columns.get("ground_truth") is not None:
-            names, truth = columns.get("dataset"), columns["ground_truth"]  # many a data set has that column
+            # many a data set has that column
+            names = columns.get("dataset")
+            truth = columns["ground_truth"]
         if names is None:
             return []
         labels = [truth] if isinstance(truth, str | Mapping) or not hasattr(truth, "__len__") else list(truth)
         if isinstance(names, str):  # Open-Instruct writes a single label as a list of one, too
-            names, labels = [names], labels if len(labels) == 1 else [truth]
+            names = [names]
+            labels = labels if len(labels) == 1 else [truth]
         if len(names) != len(labels):
             raise ValueError(
                 f"Found {len(names)} verifiers {list(names)} with {len(labels)} labels; expected one each."
@@ -189,7 +192,8 @@ class Verifiers:
             except Exception as error:  # a mistake in its code, or in a label
                 raise ValueError(f"verifier {name!r} failed: {describe(error)}") from error
             if len(verdicts) != len(samples[name]):
-                found, wanted = len(verdicts), len(samples[name])
+                found = len(verdicts)
+                wanted = len(samples[name])
                 raise ValueError(f"verifier {name!r} returned {found} verdicts of {wanted} responses")
             return iter(verdicts)
 
@@ -200,7 +204,8 @@ class Verifiers:
             total: float | None = 0.0
             report = []
             for each in assigned:
-                verifier, verdict = made[each.name], next(found[each.name])
+                verifier = made[each.name]
+                verdict = next(found[each.name])
                 if not isinstance(verdict, Verdict):
                     raise ValueError(
                         f"verifier {verifier.name!r} returned {verdict!r:.100}; expected a Verdict"
@@ -252,7 +257,8 @@ def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> 
     totals: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name -> row -> reward
     for row, reports in enumerate(verdicts):
         for each in reports or ():
-            name, score = each["name"], each["score"]
+            name = each["name"]
+            score = each["score"]
             if score is not None:
                 totals[name][row] += each["weight"] * score
             metrics[f"reward/unverified/{name}"] += score is None

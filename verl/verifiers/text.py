@@ -50,8 +50,10 @@ class TextVerifier(Verifier):
             raise ValueError(f"Found label {label!r} of {self.name}; expected an answer.")
 
     def verify(self, sample: Sample) -> Verdict:
-        text, label = sample.text, sample.label
-        answer, labels = None, as_labels(label) if "re_search" in self.name else [str(label)]
+        text = sample.text
+        label = sample.label
+        answer = None
+        labels = as_labels(label) if "re_search" in self.name else [str(label)]
         match self.name:
             case "gsm8k":
                 numbers = _NUMBER.findall(_COMMA.sub(r"\1\2", text))

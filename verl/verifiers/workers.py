@@ -56,7 +56,8 @@ class KillableProcess:
     """A process that calls the workers' function, for one thread at a time. OSError: it can't be started."""
 
     def __init__(self, workers: KillableWorkers) -> None:
-        self.is_alive, self._cpu_seconds = True, workers.cpu_seconds
+        self.is_alive = True
+        self._cpu_seconds = workers.cpu_seconds
         self._socket, theirs = socket.socketpair()
         self._replies = self._socket.makefile("rb")
         self._socket.settimeout(_START_SECONDS)
@@ -75,7 +76,8 @@ class KillableProcess:
             CheckFailed: it raised. CouldNotVerify: it raised this. TooMuch: its process has ended, with last
                 words. ProcessEnded: it was killed, perhaps as it took longer than `seconds`.
         """
-        request, last_words = pickle.dumps(arguments), b""
+        request = pickle.dumps(arguments)
+        last_words = b""
         with suppress(OSError, EOFError, pickle.UnpicklingError):
             self._socket.settimeout(seconds)
             self._socket.sendall(request)
@@ -108,7 +110,9 @@ class KillableWorkers:
     """
 
     def __init__(self, function: str, cpu_seconds: float, first: Sequence[Any]) -> None:
-        self.function, self.cpu_seconds, self.first = function, cpu_seconds, first
+        self.function = function
+        self.cpu_seconds = cpu_seconds
+        self.first = first
         self._idle: list[KillableProcess] = []
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MOST_PROCESSES)

@@ -55,7 +55,9 @@ def device_kind(device: str) -> str:
     """ "cpu" or "cuda" for a configured device; auto: what is there."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: found {device!r}, expected auto, cpu or cuda.")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
 
 class TrainingWorker(Worker):
@@ -125,7 +127,8 @@ class TrainingWorker(Worker):
         """All that training goes on from, in `path`; a policy's weights as a Hugging Face folder in
         `path`/huggingface. background: the files may be incomplete until `checkpoint_is_written`.
         """
-        folder, source = Path(path), self.config.model.path
+        folder = Path(path)
+        source = self.config.model.path
         snapshots = [self.engine.snapshot(folder)]
         if self.tokenizer is not None:
             snapshots.append(self.engine.snapshot_hf(folder / "huggingface", self.tokenizer, source, folder))
@@ -177,13 +180,16 @@ class ActorRolloutRefWorker(TrainingWorker):
         if role not in ROLES:
             raise ValueError(f"role: found {role!r}, expected one of {', '.join(ROLES)}.")
         super().__init__(config, device, config.actor)
-        self.agent_factory, self.seed = agent_factory, seed
+        self.agent_factory = agent_factory
+        self.seed = seed
         self.has_ref = role.endswith("ref")
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
         self._weight_writer: Any = None
-        rollout, self.sampling_together = config.rollout, 1  # processes that sample from one model
+        # processes that sample from one model
+        rollout = config.rollout
+        self.sampling_together = 1
         if rollout.placement == "colocated" and build.engine_name(rollout, self.device) == "vllm":
             per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             self.sampling_together = build.model_parallel_size(rollout, config.model, per_node)
@@ -193,13 +199,17 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the models. Raises ValueError for a model folder that is missing or does not fit."""
-        config, actor, ref = self.config, self.config.actor, self.config.ref
+        config = self.config
+        actor = self.config.actor
+        ref = self.config.ref
         self.tokenizer = AutoTokenizer.from_pretrained(
             str(Path(config.model.path).expanduser()), trust_remote_code=config.model.trust_remote_code
         )
-        fsdp, megatron = actor.fsdp_config, actor.megatron
+        fsdp = actor.fsdp_config
+        megatron = actor.megatron
         self.engine = self.build_engine(config.model, fsdp, megatron, actor.optim, actor.grad_clip)
-        limits, temperature = self.limits(actor, "ppo"), config.rollout.temperature
+        limits = self.limits(actor, "ppo")
+        temperature = config.rollout.temperature
         self.updater = self.actor = DataParallelPPOActor(
             actor, self.engine, limits, temperature, config.rollout.n, self.seed
         )
@@ -215,7 +225,8 @@ class ActorRolloutRefWorker(TrainingWorker):
         """The frozen model that distillation learns from, on the reference's settings. ValueError: its folder
         does not fit, or its tokens are not the policy's.
         """
-        model, path = self.config.model, str(self.config.teacher.path)
+        model = self.config.model
+        path = str(self.config.teacher.path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
@@ -274,7 +285,8 @@ class ActorRolloutRefWorker(TrainingWorker):
             self._bring_weights()
 
     def _bring_weights(self) -> None:
-        rollout, version = self.rollout_engine, self.engine.weights_version
+        rollout = self.rollout_engine
+        version = self.engine.weights_version
         if rollout is None or (rollout.version == version and not self._rollout_weights_stale):
             return
         with self.engine.loaded(), torch.no_grad():
@@ -321,7 +333,8 @@ class ActorRolloutRefWorker(TrainingWorker):
         Processes that sample from one model get the same rows; what the first of them returns counts.
         """
         self.start_rollout(len(prompts))
-        agent, engine = self.agent, self.rollout_engine
+        agent = self.agent
+        engine = self.rollout_engine
         assert agent is not None and engine is not None
         with ExitStack() as policy_on_device, torch.no_grad():
             if build.engine_name(self.config.rollout, self.device) == "native":  # reads the policy's weights
@@ -424,12 +437,14 @@ class CriticWorker(TrainingWorker):
 
     def __init__(self, config: Critic, rollout_n: int = 1, device: str = "auto", seed: int = 0):
         super().__init__(config, device, config)
-        self.rollout_n, self.seed = rollout_n, seed
+        self.rollout_n = rollout_n
+        self.seed = seed
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the backbone and makes the head."""
-        config, fsdp = self.config, self.config.model.fsdp_config
+        config = self.config
+        fsdp = self.config.model.fsdp_config
         self.engine = self.build_engine(
             config.model, fsdp, config.megatron, config.optim, config.grad_clip, is_policy=False
         )

@@ -62,14 +62,18 @@ class RolloutWorker(Worker):
         device: str = "auto",
     ) -> None:
         super().__init__()
-        self.config, self.agent_factory, self.settings = config, agent_factory, settings
+        self.config = config
+        self.agent_factory = agent_factory
+        self.settings = settings
         self.device = self.get_device(device_kind(device))
         self._orders: SimpleQueue[Job] = SimpleQueue()  # for the loop
         self._bell: Future[None] = Future()  # rings when there is an order
         self._over = threading.Condition()
         self._ended: list[Trajectory] = []  # for `poll`
         self._asked: dict[Future[list[Trajectory]], list[Trajectory]] = {}  # by `generate_sequences`
-        self._rows, self._failure, self._closing = count(), "", False
+        self._rows = count()
+        self._failure = ""
+        self._closing = False
         self._idle_seconds = 0.0
         self._figured: list[Trajectory] = []  # ended since the last `figures`
         self._sync_delays: list[float] = []  # of weights that came since then
@@ -83,7 +87,8 @@ class RolloutWorker(Worker):
         """Makes engine and agent for `num_rows` trajectories at once. ValueError: the engine can't run the
         model, or not within its memory.
         """
-        rollout, model = self.config.rollout, self.config.model
+        rollout = self.config.rollout
+        model = self.config.model
         path = str(Path(model.path).expanduser())
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         request = EngineRequest(
@@ -103,7 +108,8 @@ class RolloutWorker(Worker):
         what `ActorRolloutRefWorker.export_weights` gives: pairs of rank 0, or the folder that it writes them
         to; None of others.
         """
-        started, arrival = time.perf_counter(), Future[Sequence[tuple[str, Tensor]]]()
+        started = time.perf_counter()
+        arrival = Future[Sequence[tuple[str, Tensor]]]()
         if isinstance(weights[0], Path):
             from verl.utils.weight_files import WeightReader
 
@@ -135,7 +141,8 @@ class RolloutWorker(Worker):
         with self._over:
             self._over.wait_for(lambda: self._ended or self._failure, seconds)
             self._check()
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
         return self._batch(ended)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -181,8 +188,11 @@ class RolloutWorker(Worker):
             metrics["async/sync_bytes"] = float(num_bytes - self._noted_bytes)
             if self._sync_delays:
                 metrics["async/sync_delay_seconds"] = mean(self._sync_delays)
-            self.service.load, self._idle_seconds, self._figured = EngineLoad(self.engine), 0.0, []
-            self._noted_bytes, self._sync_delays = num_bytes, []
+            self.service.load = EngineLoad(self.engine)
+            self._idle_seconds = 0.0
+            self._figured = []
+            self._noted_bytes = num_bytes
+            self._sync_delays = []
             taken.set_result(metrics)
 
         self._take_order(take)  # it does not wait for weights
@@ -209,12 +219,14 @@ class RolloutWorker(Worker):
 
     def _result(self, future: Future[Any]) -> Any:
         """Of a future that the loop sets. RolloutFailed: the loop stands still for `group_deadline`."""
-        seen, since = -1, time.monotonic()
+        seen = -1
+        since = time.monotonic()
         while not future.done():
             self._check()
             wait([future], 0.05)
             if self.service.num_steps != seen:
-                seen, since = self.service.num_steps, time.monotonic()
+                seen = self.service.num_steps
+                since = time.monotonic()
             elif time.monotonic() - since > self.settings.group_deadline:
                 raise RolloutFailed(
                     f"rollout process {self.rank} has made no step of its engine for "
@@ -248,10 +260,12 @@ class RolloutWorker(Worker):
             self.service.end()
 
     def _begin(self, rows: DataProto, done: Future[list[Trajectory]] | None = None) -> None:
-        trajectories, params = self.agent.trajectories(rows), self.agent.sampling_params(rows.meta_info)
+        trajectories = self.agent.trajectories(rows)
+        params = self.agent.sampling_params(rows.meta_info)
         columns = {name: column for name, column in rows.non_tensor_batch.items() if name != "continuation"}
         for index, trajectory in enumerate(trajectories):
-            trajectory.row, trajectory.params = next(self._rows), params
+            trajectory.row = next(self._rows)
+            trajectory.params = params
             if done is None:
                 trajectory.columns = {name: column[index] for name, column in columns.items()}
         if done is not None:

@@ -38,7 +38,8 @@ class SFTWorker(TrainingWorker):
 
     def __init__(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         super().__init__(config, config.trainer.device)
-        self.tokenizer, self.total_steps = tokenizer, total_steps
+        self.tokenizer = tokenizer
+        self.total_steps = total_steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -48,7 +49,8 @@ class SFTWorker(TrainingWorker):
         self.engine = self.build_engine(
             config.model, config.model.fsdp_config, optim=optim, grad_clip=optim.clip_grad
         )
-        data, max_tokens = config.data, config.data.max_token_len_per_gpu
+        data = config.data
+        max_tokens = config.data.max_token_len_per_gpu
         if self.device.type == "cpu":  # smaller passes are faster there, and the loss is the same
             max_tokens = min(max_tokens, CPU_TOKENS_PER_PACK)
         padded = not config.use_remove_padding
@@ -67,7 +69,8 @@ class SFTWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def evaluate(self, data: DataProto) -> DataProto:
         """meta_info `metrics`: the summed negative log-likelihood (nats) over all ranks, and its tokens."""
-        batch, total = tensors_of(data), 0.0
+        batch = tensors_of(data)
+        total = 0.0
         with self.engine.loaded():
             _, micro_batches = pack_micro_batches(batch, range(len(data)), self.engine, self.of_passes)
             for micro_batch, outputs in self.engine.infer(micro_batches, **ASKED):

@@ -68,12 +68,15 @@ def _pieces(word: str) -> list[str]:
     """A word cut after each MAX_WORD_UNITS UTF-16 units."""
     if len(word) <= MAX_WORD_UNITS and len(word.encode("utf-16-le")) <= 2 * MAX_WORD_UNITS:
         return [word]
-    pieces, start, units = [], 0, 0
+    pieces = []
+    start = 0
+    units = 0
     for place, letter in enumerate(word):
         width = 2 if letter > "\uffff" else 1
         if units + width > MAX_WORD_UNITS:
             pieces.append(word[start:place])
-            start, units = place, 0
+            start = place
+            units = 0
         units += width
     return [*pieces, word[start:]]
 

@@ -123,7 +123,8 @@ def _make_task(corpus: Corpus | Path, task: Path, start: int, stop: int, max_tok
     for left_over in task.parent.glob(f"{task.name}-*"):  # of a run that was killed
         shutil.rmtree(left_over)
     corpus = _open_corpus(corpus) if isinstance(corpus, Path) else corpus
-    texts, row = corpus.iter_contents(start, stop), start
+    texts = corpus.iter_contents(start, stop)
+    row = start
     names: list[str] = []
     while row < stop:
         names.append(f"{task.name}-{len(names):03d}")
@@ -150,7 +151,9 @@ class _TermNumbers(dict):
 def _write_part(texts: Iterable[str], folder: Path, first_row: int, max_tokens: int) -> int:
     """Takes texts until they have `max_tokens` words; writes their terms and postings, sorted. Returns how
     many texts it were."""
-    numbers, tokens, text_ends = _TermNumbers(), array("I"), array("q")
+    numbers = _TermNumbers()
+    tokens = array("I")
+    text_ends = array("q")
     for text in texts:
         tokens.extend(map(numbers.__getitem__, words(text)))
         text_ends.append(len(tokens))
@@ -207,7 +210,8 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: Progress) -> IndexHeader:
     """Writes all files but the header."""
     lengths = np.concatenate([_load(part, "lengths") for part in parts])
-    num_filled, num_tokens = int(np.count_nonzero(lengths)), int(lengths.sum())
+    num_filled = int(np.count_nonzero(lengths))
+    num_tokens = int(lengths.sum())
     if not num_tokens:
         raise ValueError("the corpus has no words to index (only stop words and punctuation)")
     norms = encode_lengths(lengths)
@@ -216,7 +220,8 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
     terms = sorted({term for part in parts for term in _terms(part)})
     (folder / "terms.bin").write_bytes(b"".join(terms))
     term_starts = _starts(np.fromiter(map(len, terms), np.int64, len(terms)))
-    number_of, num_terms = {term: number for number, term in enumerate(terms)}, len(terms)
+    number_of = {term: number for number, term in enumerate(terms)}
+    num_terms = len(terms)
     del terms
     num_postings = np.zeros(num_terms, dtype=np.int64)
     for part in parts:
@@ -240,7 +245,10 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
     factors = inverse_norms(num_tokens / num_filled)
     num_blocks = -(-len(norms) // SKIP_WIDTH)
     block_starts = np.arange(num_blocks + 1, dtype=np.int64) * SKIP_WIDTH
-    highest, rare_at, rare_frequency, skip_terms = [], [], [], []
+    highest = []
+    rare_at = []
+    rare_frequency = []
+    skip_terms = []
     skips = [np.zeros((0, num_blocks + 1), np.uint32)]
     for first, stop, documents, frequencies in _gather(parts, posting_starts, max_postings):
         offset = int(posting_starts[first])
@@ -280,7 +288,8 @@ def _gather(
     """(first term, term to stop at, rows uint32, frequencies uint32), sorted by term and row, of ranges of
     terms with at most `max_postings` postings, or of one term. Each part holds a range's postings in one
     piece; part after part they are copied to their places, so that rows ascend."""
-    next_terms, next_postings = [0] * len(parts), [0] * len(parts)
+    next_terms = [0] * len(parts)
+    next_postings = [0] * len(parts)
     first = 0
     while first < len(posting_starts) - 1:
         limit = posting_starts[first] + max_postings
@@ -289,7 +298,9 @@ def _gather(
         documents, frequencies = (np.empty(starts[-1], dtype=np.uint32) for _ in range(2))
         free = starts[:-1].copy()  # the next place of each term
         for number, part in enumerate(parts):
-            numbers, begin, source = _load(part, "numbers"), next_terms[number], next_postings[number]
+            numbers = _load(part, "numbers")
+            begin = next_terms[number]
+            source = next_postings[number]
             end = begin + int(np.searchsorted(numbers[begin:], stop))
             terms = numbers[begin:end].astype(np.int64) - first
             counts = _load(part, "counts")[begin:end].astype(np.int64)
@@ -298,6 +309,7 @@ def _gather(
             documents[places] = _load(part, "documents")[source : source + size]
             frequencies[places] = _load(part, "frequencies")[source : source + size]
             free[terms] += counts
-            next_terms[number], next_postings[number] = end, source + size
+            next_terms[number] = end
+            next_postings[number] = source + size
         yield first, stop, documents, frequencies
         first = stop

@@ -28,7 +28,8 @@ import numpy as np
 
 from search_r1.search.bm25.analysis import ANALYSIS_VERSION
 
-K1, B = 0.9, 0.4
+K1 = 0.9
+B = 0.4
 """Of BM25 as Lucene computes it, to the last bit of its float32 scores.
 
     score(query, document) = sum over terms of  w - w / (1 + freq * inverse_norm[norm])     w = count * idf
@@ -173,10 +174,12 @@ class Index:
 @jit
 def find_bytes(terms, term_starts, wanted):
     """The place of `wanted` (uint8 [L]) among the sorted terms, -1 if it isn't there."""
-    low, high = 0, len(term_starts) - 1
+    low = 0
+    high = len(term_starts) - 1
     while low < high:
         middle = (low + high) // 2
-        start, stop = term_starts[middle], term_starts[middle + 1]
+        start = term_starts[middle]
+        stop = term_starts[middle + 1]
         length = min(stop - start, len(wanted))
         place = 0
         while place < length and terms[start + place] == wanted[place]:

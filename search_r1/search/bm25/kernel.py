@@ -85,13 +85,15 @@ def _keep(score, row, count, rows, scores):
             parent = (place - 1) >> 1
             if not _worse(score, row, scores[parent], rows[parent]):
                 break
-            scores[place], rows[place] = scores[parent], rows[parent]
+            scores[place] = scores[parent]
+            rows[place] = rows[parent]
             place = parent
     else:
         if not _worse(scores[0], rows[0], score, row):
             return count
         place = _sink(score, row, 0, size, rows, scores)
-    scores[place], rows[place] = score, row
+    scores[place] = score
+    rows[place] = row
     return count
 
 
@@ -104,7 +106,8 @@ def _sink(score, row, place, size, rows, scores):
             child += 1
         if not _worse(scores[child], rows[child], score, row):
             break
-        scores[place], rows[place] = scores[child], rows[child]
+        scores[place] = scores[child]
+        rows[place] = rows[child]
         place = child
     return place
 
@@ -113,24 +116,33 @@ def _sink(score, row, place, size, rows, scores):
 def _sort_best_first(count, rows, scores):
     """Turns the heap into a list."""
     for size in range(count - 1, 0, -1):
-        score, row = scores[size], rows[size]
-        scores[size], rows[size] = scores[0], rows[0]
+        score = scores[size]
+        row = rows[size]
+        scores[size] = scores[0]
+        rows[size] = rows[0]
         place = _sink(score, row, 0, size, rows, scores)
-        scores[place], rows[place] = score, row
+        scores[place] = score
+        rows[place] = row
 
 
 @jit
 def _search_one(bounds, topk, lists, sums, totals, touched, rows, scores):
     """One query; returns how many documents it has in `rows` and `scores`."""
-    starts, stops, documents, norms = lists[2], lists[3], lists[5], lists[9]
-    num_terms, num_documents = len(bounds), np.int64(len(norms))
+    starts = lists[2]
+    stops = lists[3]
+    documents = lists[5]
+    norms = lists[9]
+    num_terms = len(bounds)
+    num_documents = np.int64(len(norms))
     rest = np.zeros(num_terms + 1)  # what the terms from each on can add at most
     for term in range(num_terms - 1, -1, -1):
         rest[term] = rest[term + 1] + bounds[term]
     # A document must not be worse than this (score, row) to be kept.
     floor = (_seed(topk, lists, totals, touched, rows, scores), num_documents)
     places = starts.copy()
-    count, base, num_essential = 0, np.int64(0), num_terms
+    count = 0
+    base = np.int64(0)
+    num_essential = num_terms
     while True:
         while num_essential > 0 and _worse(np.float32(rest[num_essential - 1]), base, floor[0], floor[1]):
             num_essential -= 1
@@ -162,7 +174,9 @@ def _add_up(num_essential, base, end, places, lists, sums, touched):
     weights, tables, _, stops, _, documents, codes, rare_at, rare_frequency, norms, _, inverse_norms = lists
     num_touched = 0
     for term in range(num_essential):
-        place, stop, table = places[term], stops[term], tables[term]
+        place = places[term]
+        stop = stops[term]
+        table = tables[term]
         while place < stop and documents[place] < end:
             slot = np.int64(documents[place]) - base
             score = table[codes[place]]
@@ -196,7 +210,8 @@ def _collect(num_touched, base, rest, floor, sums, totals, touched):
         touched[:num_left].sort()
     for i in range(num_left):
         slot = touched[i]
-        totals[i], touched[i] = sums[slot], base + slot
+        totals[i] = sums[slot]
+        touched[i] = base + slot
         sums[slot] = -1.0
     return num_left
 
@@ -207,7 +222,8 @@ def _drop(num_rows, rest, floor, totals, rows):
     num_left = 0
     for i in range(num_rows):
         if not _worse(np.float32(totals[i] + rest), rows[i], floor[0], floor[1]):
-            totals[num_left], rows[num_left] = totals[i], rows[i]
+            totals[num_left] = totals[i]
+            rows[num_left] = rows[i]
             num_left += 1
     return num_left
 
@@ -219,7 +235,11 @@ def _look_up(term, num_rows, places, lists, totals, rows):
         weights, tables, starts, stops, skip_of, documents, codes, rare_at, rare_frequency, norms, skips,
         inverse_norms,
     ) = lists  # fmt: skip
-    place, start, stop, table, skip = places[term], starts[term], stops[term], tables[term], skip_of[term]
+    place = places[term]
+    start = starts[term]
+    stop = stops[term]
+    table = tables[term]
+    skip = skip_of[term]
     for i in range(num_rows):
         row = rows[i]
         if skip >= 0:
@@ -227,7 +247,8 @@ def _look_up(term, num_rows, places, lists, totals, rows):
             low = max(place, start + np.int64(skips[skip, block]))
             high = max(low, start + np.int64(skips[skip, block + 1]))
         else:
-            low, step = place, 4
+            low = place
+            step = 4
             high = low + step
             while high < stop and documents[high] < row:
                 low = high + 1
@@ -253,14 +274,17 @@ def _look_up(term, num_rows, places, lists, totals, rows):
 def _seed(topk, lists, totals, touched, rows, scores):
     """A score that `topk` documents reach for sure: the last one's of the best among a few documents of the
     rarest term that has enough. Minus infinity if none is known cheaply. Overwrites the last four arrays."""
-    starts, stops, documents = lists[2], lists[3], lists[5]
+    starts = lists[2]
+    stops = lists[3]
+    documents = lists[5]
     if topk > MAX_SEEDS or (stops - starts).sum() < MIN_SEEDED:
         return np.float32(-np.inf)
     for seed in range(len(starts)):
         num_seeds = min(stops[seed] - starts[seed], MAX_SEEDS, len(totals))
         if num_seeds >= topk:
             for i in range(num_seeds):
-                touched[i], totals[i] = documents[starts[seed] + i], 0.0
+                touched[i] = documents[starts[seed] + i]
+                totals[i] = 0.0
             places = starts.copy()
             for term in range(len(starts)):
                 _look_up(term, num_seeds, places, lists, totals, touched)

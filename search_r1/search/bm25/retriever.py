@@ -73,7 +73,8 @@ class BM25Retriever:
             if self._pool is None:
                 answers += self._workers[0].search(terms, topk)
                 continue
-            num, workers = len(self._workers), enumerate(self._workers)
+            num = len(self._workers)
+            workers = enumerate(self._workers)
             jobs = [self._pool.submit(worker.search, terms[i::num], topk) for i, worker in workers]
             answered = [iter(job.result()) for job in jobs]
             answers += [next(answered[i % len(jobs)]) for i in range(len(terms))]
@@ -139,7 +140,8 @@ class _Worker:
         ids = np.array([number for query in queries for number in query], dtype=np.int64)
         counts = np.array([count for query in queries for count in query.values()], dtype=np.float32)
         sizes = np.array([len(query) for query in queries], dtype=np.int64)
-        starts, stops = index.posting_starts[ids], index.posting_starts[ids + 1]
+        starts = index.posting_starts[ids]
+        stops = index.posting_starts[ids + 1]
         weights = counts * idf(index.header.num_filled, stops - starts)
         bounds = weights - weights / (np.float32(1) + index.highest[ids])
         by_bound = np.lexsort((-bounds, np.repeat(np.arange(len(queries)), sizes)))

@@ -32,7 +32,8 @@ def _pattern(last: int = sys.maxunicode) -> re.Pattern[str]:
         for name, ranges in CLASSES.items()
     }
     letters, numerals, extenders, joiners = map(sets.get, ("LETTERS", "NUMERALS", "EXTENDERS", "JOINERS"))
-    pictographs, flags = sets["PICTOGRAPHS"], sets["REGIONAL_INDICATORS"]
+    pictographs = sets["PICTOGRAPHS"]
+    flags = sets["REGIONAL_INDICATORS"]
     run = f"[{letters}{numerals}{joiners}][{letters}{numerals}{joiners}{extenders}]*"
     inside = (
         f"(?<=[{letters}{extenders}])[{sets['MID_LETTERS']}][{extenders}]*(?=[{letters}])"
@@ -51,7 +52,8 @@ def _pattern(last: int = sys.maxunicode) -> re.Pattern[str]:
 ASCII_WORD = re.compile(
     r"[A-Za-z0-9_]+(?:(?:(?<=[A-Za-z])[:.'](?=[A-Za-z])|(?<=[0-9])[,;.'](?=[0-9]))[A-Za-z0-9_]+)*"
 )
-SHORT_WORD, ANY_WORD = _pattern(0xFFFF), _pattern()
+SHORT_WORD = _pattern(0xFFFF)
+ANY_WORD = _pattern()
 BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 JOINER_CHARACTERS = "".join(chr(code) for low, high in CLASSES["JOINERS"] for code in range(low, high + 1))
 

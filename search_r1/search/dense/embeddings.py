@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 FILES = {"float16": "embeddings.f16", "float32": "embeddings.f32"}
 STATE_FILE = "encoding.json"  # of what the rows in the folder were made
-CPU_WINDOW, GPU_WINDOW = 1024, 16 * 1024  # passages sorted by length together, and lost at most by a kill
+# passages sorted by length together, and lost at most by a kill
+CPU_WINDOW = 1024
+GPU_WINDOW = 16 * 1024
 COPY_ROWS = 16 * 1024
 
 
@@ -49,7 +51,8 @@ def open_embeddings(folder: Path) -> tuple[dict[str, Any], np.ndarray]:
     if manifest is None:
         raise ValueError(f"--index_path: {folder} has no manifest.json: it is no finished index of ours")
     parameters = manifest.parameters
-    dtype, dimension = parameters["dtype"], parameters["dimension"]
+    dtype = parameters["dtype"]
+    dimension = parameters["dimension"]
     return parameters, map_vectors(folder / FILES[dtype], dtype, dimension)
 
 
@@ -75,7 +78,8 @@ def write_embeddings(
     dimension = settings["dimension"]
     parameters = {"encoder": settings, "dtype": dtype, "dimension": dimension}
     state = json.dumps({"parameters": parameters, "corpus": corpus.fingerprint()}, sort_keys=True)
-    path, num_rows = folder / FILES[dtype], 0
+    path = folder / FILES[dtype]
+    num_rows = 0
     row_bytes = np.dtype(dtype).itemsize * dimension
     if (folder / STATE_FILE).is_file() and (folder / STATE_FILE).read_text() == state and path.is_file():
         num_rows = path.stat().st_size // row_bytes

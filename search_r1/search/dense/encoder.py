@@ -143,7 +143,8 @@ class Encoder:
         ids = [row or [filler] for row in ids]
         lengths = np.array([len(row) for row in ids])
         order = np.argsort(lengths, kind="stable")
-        gpu, packed = self.device.type == "cuda", config._attn_implementation == PACKED_ATTENTION
+        gpu = self.device.type == "cuda"
+        packed = config._attn_implementation == PACKED_ATTENTION
         max_tokens = GPU_BATCH_TOKENS if gpu else CPU_BATCH_TOKENS
         for rows in _batches(lengths[order], max_tokens, equal=not (gpu or packed)):
             batch = [ids[row] for row in order[rows]]

@@ -93,7 +93,8 @@ def read_model_files(find: Callable[[str], str | None]) -> EncoderHints:
     modules = read("modules.json")
     if not modules:
         return EncoderHints()
-    pooling, normalize = None, False
+    pooling = None
+    normalize = False
     for module in modules:
         kind = module["type"].rsplit(".", 1)[-1]
         if kind == "Pooling":
@@ -146,7 +147,8 @@ def decide_settings(
         return getattr(own, field) if value is None else value
 
     notes = []
-    pooling, normalize = pooling or known("pooling"), known("normalize")
+    pooling = pooling or known("pooling")
+    normalize = known("normalize")
     if pooling is None:
         notes.append(f"{model}: nothing says how it pools, so mean is taken; --pooling_method changes it")
     if normalize is None:

@@ -46,7 +46,8 @@ class FaissIndex:
     ) -> None:
         """`index`: of `read_mapped(path)`. `gpu`: copies it to all GPUs in float16, a part to each. `nprobe`:
         for IVF. Raises ValueError for an index that can't be searched like that, and when memory is short."""
-        self.num_rows, self._num_threads = int(index.ntotal), num_threads
+        self.num_rows = int(index.ntotal)
+        self._num_threads = num_threads
         ivf = _find_ivf(index)
         if ivf is not None:
             ivf.nprobe = min(nprobe or DEFAULT_NPROBE, ivf.nlist)
@@ -169,7 +170,8 @@ def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, p
 
     if isinstance(index, faiss.IndexFlat):  # FAISS's own writer would need all rows in memory
         with target.open("wb") as file:
-            unused, metric = 1 << 20, faiss.METRIC_INNER_PRODUCT
+            unused = 1 << 20
+            metric = faiss.METRIC_INNER_PRODUCT
             file.write(b"IxFI" + struct.pack("<iqqqBi", dimension, num_rows, unused, unused, 1, metric))
             file.write(struct.pack("<Q", num_rows * dimension))
             for chunk in chunks("writing the FAISS index"):
@@ -177,7 +179,8 @@ def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, p
         return
     if not index.is_trained:
         progress("training the FAISS index", 0, 1)
-        ivf, wanted = _find_ivf(index), TRAIN_ROWS
+        ivf = _find_ivf(index)
+        wanted = TRAIN_ROWS
         if ivf is not None:
             wanted = max(TRAIN_ROWS, TRAIN_ROWS_PER_LIST * ivf.nlist)
             if ivf.nlist > num_rows:

@@ -44,7 +44,8 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """query, key, value [1, heads, T, head size] -> [1, T, heads, head size]; each text sees only itself."""
-    heads, size = query.shape[1], query.shape[3]
+    heads = query.shape[1]
+    size = query.shape[3]
     result = torch.empty(1, query.shape[2], heads, size, dtype=query.dtype)
     for start, stop, length in groups:
         parts = (

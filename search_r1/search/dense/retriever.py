@@ -40,8 +40,10 @@ class DenseRetriever:
         """Opens a folder, which is searched where the encoder runs, or a FAISS file. `faiss_gpu`: copies that
         to all GPUs in float16, a part to each. `faiss_nprobe`: lists that a query looks into. Raises
         ValueError when index, corpus and encoder don't belong together, and when memory is short."""
-        path, on_gpu = Path(index_path), encoder.device.type == "cuda"
-        self._corpus, self._encoder = corpus, encoder
+        path = Path(index_path)
+        on_gpu = encoder.device.type == "cuda"
+        self._corpus = corpus
+        self._encoder = encoder
         self.name = "exact" if path.is_dir() else "faiss"
         if self.name == "exact":
             vectors = open_embeddings(path)[1]
@@ -50,7 +52,8 @@ class DenseRetriever:
             from search_r1.search.dense.faiss_index import FaissIndex, read_mapped
 
             index = read_mapped(path)
-            num_vectors, dimension = int(index.ntotal), int(index.d)
+            num_vectors = int(index.ntotal)
+            dimension = int(index.d)
         if num_vectors != len(corpus):
             raise ValueError(
                 f"--index_path: {path} holds {num_vectors:,} vectors, the corpus {len(corpus):,} passages: "

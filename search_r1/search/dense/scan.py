@@ -18,7 +18,9 @@ import torch
 
 from search_r1.search.memory import format_bytes
 
-CPU_CHUNK_ROWS, GPU_CHUNK_ROWS = 2048, 32 * 1024  # rows that are in float32 at once
+# rows that are in float32 at once
+CPU_CHUNK_ROWS = 2048
+GPU_CHUNK_ROWS = 32 * 1024
 EXTRA_ROWS = 8  # kept beside k: makes a second scan rare
 MAX_QUERIES = 512  # of one scan
 ROUNDING = 1e-5  # of |query| |row|: more than the error of a float32 sum
@@ -83,7 +85,9 @@ class VectorScan:
         self._longest = max(float(self._as_float32(chunk).norm(dim=1).max()) for _, chunk in self._chunks)
 
     def close(self) -> None:
-        self._chunks, self._parts, self._buffers = [], [], {}
+        self._chunks = []
+        self._parts = []
+        self._buffers = {}
 
     @torch.inference_mode()
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

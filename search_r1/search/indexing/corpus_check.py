@@ -80,7 +80,8 @@ def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusRe
         again = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)) + 1
         report.duplicates.count = len(again)
         for place in again[np.argsort(order[again])][:MAX_NAMED]:
-            row, first = int(order[place]), int(order[np.searchsorted(ordered, ordered[place])])
+            row = int(order[place])
+            first = int(order[np.searchsorted(ordered, ordered[place])])
             identifier = parse_line(next(corpus.lines(row))[1])["id"]
             report.duplicates.named.append(
                 f"line {corpus.line_number(row)}: the id {str(identifier)!r} is at line "

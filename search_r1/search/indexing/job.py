@@ -72,7 +72,8 @@ def run_job(
     begun = time.monotonic()
     of = corpus.fingerprint() | {"sha256": checked.sha256}
     identity = {"backend": job.backend, "corpus": of, "request": job.request}
-    note, folder = job.work / "request.json", job.work / "index"
+    note = job.work / "request.json"
+    folder = job.work / "index"
     job.work.parent.mkdir(parents=True, exist_ok=True)
     with _locked(job.work):
         before = None  # without a note: it is written before anything else, so nothing is worth keeping
@@ -168,7 +169,8 @@ def _difference(existing: dict[str, Any], wanted: dict[str, Any]) -> str:
             for corpus in (existing["corpus"], wanted["corpus"])
         )
         return f"of another corpus ({theirs}; the corpus given has {ours})"
-    before, now = existing["request"] or {}, wanted["request"]
+    before = existing["request"] or {}
+    now = wanted["request"]
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     words = [f"{name} {before.get(name)!r} (now {now.get(name)!r})" for name in names]
     return f"built with {', '.join(words)}" if words else f"for {existing['backend']}"

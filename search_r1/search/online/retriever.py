@@ -26,9 +26,14 @@ from search_r1.search.replies import error_text, retry_after, without_surrogates
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
 
 CONCURRENCY = 8  # requests under way; how many begin a second is for the rate to say
-PAGE_SIZE, MAX_PAGES = 10, 10  # Google answers no more than 100 results
+# Google answers no more than 100 results
+PAGE_SIZE = 10
+MAX_PAGES = 10
 BAD_QUERY = (400, 404, 413, 414, 422)  # statuses about one query, not about the key or the account
-FIRST_PAUSE, MAX_PAUSE, MAX_RETRY_AFTER = 0.5, 8.0, 3600.0  # seconds
+# seconds
+FIRST_PAUSE = 0.5
+MAX_PAUSE = 8.0
+MAX_RETRY_AFTER = 3600.0
 CONNECT_SECONDS = 10.0
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-r1-verl)", "Accept-Encoding": "gzip"}
 
@@ -119,7 +124,9 @@ class OnlineRetriever:
     def __init__(self, engine: SerpApi | GoogleSearch, rate: float = 5, timeout: float = 20) -> None:
         """`rate`: requests a second. `timeout`: seconds for a batch of queries."""
         self.name = engine.name
-        self._engine, self._rate, self._timeout = engine, rate, timeout
+        self._engine = engine
+        self._rate = rate
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._next_start = 0.0  # time.monotonic() from which the next request may start
         self._closed = threading.Event()
@@ -162,7 +169,8 @@ class OnlineRetriever:
     def _results(self, query: str, number: int, deadline: float) -> list[Page]:
         """One page of results. 429, 408, 5xx, no connection and nonsense are tried again, with growing
         pauses, as Retry-After says where it is there; any other 4xx is not. Raises RetrievalUnavailable."""
-        pause, problem = FIRST_PAUSE, "no time was left"
+        pause = FIRST_PAUSE
+        problem = "no time was left"
         while True:
             with self._lock:  # a second's requests may start at once after a rest
                 start = max(self._next_start, time.monotonic() - 1.0)

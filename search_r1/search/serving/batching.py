@@ -57,7 +57,9 @@ class Refusal(Exception):
 
     def __init__(self, status: int, detail: str, retry_after: int | None = None) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.retry_after = status, detail, retry_after
+        self.status = status
+        self.detail = detail
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class ResultCache:
     differently when asked for more."""
 
     def __init__(self, max_entries: int) -> None:
-        self.max_entries, self.num_bytes = max_entries, 0
+        self.max_entries = max_entries
+        self.num_bytes = 0
         self._entries: OrderedDict[tuple[str, int], Hits] = OrderedDict()
 
     def __len__(self) -> int:
@@ -147,7 +150,8 @@ class Batcher:
         self.settings = settings
         self.cache = ResultCache(settings.cache_size)
         self.num_queries = self.num_documents = 0  # of open requests
-        self._retriever, self._metrics = retriever, metrics
+        self._retriever = retriever
+        self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[tuple[str, int], _Query] = {}  # waiting, or searched right now
         self._tickets: OrderedDict[Ticket, None] = OrderedDict()  # oldest first
@@ -293,7 +297,8 @@ class Batcher:
             elif age < SLOW_SECONDS:
                 break
             elif ticket.when_slow is not None:
-                when_slow, ticket.when_slow = ticket.when_slow, None
+                when_slow = ticket.when_slow
+                ticket.when_slow = None
                 when_slow(ticket)
         self._show()
         if self._tickets:
@@ -360,7 +365,8 @@ class Batcher:
         backend chokes on fails alone."""
         failed = Refusal(500, "the search failed; the server's log says why")
         outcomes: list[Hits | Refusal] = [failed] * len(texts)
-        parts, num_failed = [(0, len(texts))], 0
+        parts = [(0, len(texts))]
+        num_failed = 0
         while parts:
             start, stop = parts.pop()
             try:

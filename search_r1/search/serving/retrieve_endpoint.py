@@ -43,7 +43,8 @@ def parse_request(body: bytes | bytearray, default_topk: int) -> tuple[list[str]
     fields = _decode(body)
     if not isinstance(fields, dict):
         raise Refusal(422, EXPECTED)
-    queries, single = fields.get("queries"), fields.get("query")
+    queries = fields.get("queries")
+    single = fields.get("query")
     if queries is None:
         queries = [single]  # SkyRL's tool asks one query a request
     if (
@@ -105,7 +106,8 @@ class RetrieveEndpoint:
         self._open_bytes = 0  # of the bodies of all open requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived, status = time.monotonic(), 500
+        arrived = time.monotonic()
+        status = 500
         try:
             try:
                 reply = await self._answer(scope, receive, arrived)

@@ -32,7 +32,9 @@ class RetrievalService:
         """`load` builds the backend; it runs in a thread of its own, started by `start_loading`, and may say
         in `progress` how far it is. `topk`: for requests that don't say. `api_key`: asked of clients."""
         self._load = load
-        self.corpus_path, self.backend, self.topk = corpus_path, backend, topk
+        self.corpus_path = corpus_path
+        self.backend = backend
+        self.topk = topk
         self.settings = settings or BatchSettings()
         self.api_key = api_key
         self.metrics = Metrics()
@@ -59,7 +61,8 @@ class RetrievalService:
                 self.batcher = Batcher(retriever, self.settings, self.metrics)
                 self.metrics.ready_workers.set(1)
                 self.metrics.documents.set(retriever.num_documents or 0)
-                self.retriever, self.progress = retriever, "ready"
+                self.retriever = retriever
+                self.progress = "ready"
             except BaseException as error:  # the thread's only way to tell; the main thread prints it
                 self.error = error
             on_end()

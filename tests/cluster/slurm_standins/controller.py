@@ -123,7 +123,8 @@ class Job:
 
     def _wait_for(self, batch: Step) -> int:
         """Wait for the batch script with the time limit and a requeue in mind."""
-        started, told = time.monotonic(), False
+        started = time.monotonic()
+        told = False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return batch.wait(timeout=0.1)

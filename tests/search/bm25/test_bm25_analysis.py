@@ -97,7 +97,8 @@ def lucene():
 
 @pytest.mark.slow
 def test_all_real_passages_and_questions_have_lucenes_terms(lucene):
-    xquad, passages = DATA / "xquad.en.json", DATA / "2wikimultihopqa_corpus.json"
+    xquad = DATA / "xquad.en.json"
+    passages = DATA / "2wikimultihopqa_corpus.json"
     if not xquad.exists() or not passages.exists():
         pytest.skip(f"the data sets are not in {DATA}")
     texts = [passage["text"] for passage in json.loads(passages.read_text(encoding="utf-8"))]

@@ -62,7 +62,8 @@ def test_the_index_does_not_depend_on_the_number_of_processes(corpus, tmp_path, 
 
 def test_the_index_holds_what_the_texts_say(corpus, tmp_path, in_pieces):
     built(corpus, tmp_path / "index")
-    index, reference = Index.open(tmp_path / "index"), Reference(texts(600))
+    index = Index.open(tmp_path / "index")
+    reference = Reference(texts(600))
     assert index.header.num_terms == len({term for document in reference.documents for term in document})
     assert index.header.num_tokens == sum(document.total() for document in reference.documents)
     for term in ("w1é", "w2999é", "only17", "東"):

@@ -45,7 +45,8 @@ def test_a_corpus_without_words_is_refused():
 @pytest.fixture
 def index(tmp_path):
     """An index of TEXTS with its manifest, as the index builder leaves it."""
-    corpus, folder = corpus_of(TEXTS), tmp_path / "index"
+    corpus = corpus_of(TEXTS)
+    folder = tmp_path / "index"
     folder.mkdir()
     parameters = build_index(corpus, folder, lambda *_: None)
     write_manifest(folder, Manifest("bm25", corpus.fingerprint(), parameters, {}))
@@ -53,7 +54,8 @@ def index(tmp_path):
 
 
 def test_a_kept_index_answers_like_a_fresh_one(index):
-    kept, fresh = BM25Retriever(corpus_of(TEXTS), index), BM25Retriever(corpus_of(TEXTS))
+    kept = BM25Retriever(corpus_of(TEXTS), index)
+    fresh = BM25Retriever(corpus_of(TEXTS))
     for query in ("director Orlen", "Amber", "zebra"):
         assert kept.batch_search([query], 3) == fresh.batch_search([query], 3)
 

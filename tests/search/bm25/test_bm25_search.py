@@ -31,7 +31,8 @@ def small_windows(monkeypatch):
 @given(st.lists(TEXT, min_size=1, max_size=60), st.lists(QUERY, min_size=1, max_size=4), st.integers(1, 70))
 def test_answers_are_those_of_looking_at_every_document(texts, queries, topk):
     texts = [*texts, "fox"]  # at least one word
-    retriever, reference = BM25Retriever(corpus_of(texts)), Reference(texts)
+    retriever = BM25Retriever(corpus_of(texts))
+    reference = Reference(texts)
     for query in queries:
         assert answer(retriever, query, topk) == reference.search(query, topk)
 
@@ -50,7 +51,8 @@ def zipf_texts(count: int, seed: int) -> list[str]:
 @pytest.mark.parametrize("topk", [1, 3, 1000])
 def test_pruning_over_many_windows_loses_nothing(seed, topk, small_windows):
     texts = zipf_texts(1500, seed)
-    retriever, reference = BM25Retriever(corpus_of(texts)), Reference(texts)
+    retriever = BM25Retriever(corpus_of(texts))
+    reference = Reference(texts)
     rng = random.Random(seed)
     for num_words in (1, 2, 4, 10):
         query = " ".join(f"w{int(400 ** rng.random())}" for _ in range(num_words))
@@ -67,7 +69,8 @@ def test_frequencies_and_lengths_beyond_the_codes_count_in_full():
     # More than 255 different (frequency, length) pairs, and frequencies above 255 and 65,535.
     texts = [f"{'fox ' * i}{'owl ' * (3 * i % 1000)}" for i in range(1, 400)]
     texts += ["fox " * 300 + "owl", "fox " * 70_000, "fox " * 255, "fox " * 256, "fox " * 254]
-    retriever, reference = BM25Retriever(corpus_of(texts)), Reference(texts)
+    retriever = BM25Retriever(corpus_of(texts))
+    reference = Reference(texts)
     assert len(retriever._index.rare_at) > 0
     for query in ("fox", "owl", "fox owl owl"):
         assert answer(retriever, query, 500) == reference.search(query, 500)

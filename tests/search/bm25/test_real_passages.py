@@ -11,7 +11,8 @@ from corpus_parts import corpus_of_documents
 from search_r1.search.bm25 import BM25Retriever
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
-XQUAD, PASSAGES = DATA / "xquad.en.json", DATA / "2wikimultihopqa_corpus.json"
+XQUAD = DATA / "xquad.en.json"
+PASSAGES = DATA / "2wikimultihopqa_corpus.json"
 
 
 def real_world() -> tuple[list[dict], list[tuple[str, int]]]:

@@ -80,7 +80,8 @@ def test_a_stopped_build_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
 
 def test_vectors_of_search_r1s_flat_file_are_taken_over(tmp_path: Path) -> None:
     faiss = pytest.importorskip("faiss")
-    corpus, path = make_corpus(120), tmp_path / "e5_Flat.index"
+    corpus = make_corpus(120)
+    path = tmp_path / "e5_Flat.index"
     vectors = HashEncoder().encode_queries(list(corpus.iter_contents()))
     index = faiss.IndexFlatIP(DIMENSION)
     index.add(vectors)

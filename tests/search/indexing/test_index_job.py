@@ -63,7 +63,8 @@ def assert_whole(job: IndexJob, corpus: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_an_index_is_built_with_its_manifest_and_then_found(tmp_path, kind):
-    corpus, job = write_corpus(tmp_path / "corpus.jsonl"), job_in(tmp_path, kind, length=180)
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    job = job_in(tmp_path, kind, length=180)
     assert start(job, corpus) is True
     assert_whole(job, corpus)
     manifest = read_manifest(job.target)
@@ -88,7 +89,8 @@ def test_a_finished_index_of_something_else_is_replaced_only_when_told(tmp_path,
 
 
 def test_what_this_program_did_not_build_is_never_overwritten(tmp_path):
-    corpus, job = write_corpus(tmp_path / "corpus.jsonl"), job_in(tmp_path)
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    job = job_in(tmp_path)
     job.target.mkdir(parents=True)
     (job.target / "segments_1").write_text("lucene")
     for overwrite in (False, True):
@@ -106,7 +108,8 @@ def stop_at(row: int) -> Progress:
 
 
 def test_a_stopped_build_goes_on_where_it_was(tmp_path):
-    corpus, job = write_corpus(tmp_path / "corpus.jsonl"), job_in(tmp_path)
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    job = job_in(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         start(job, corpus, progress=stop_at(3))
     assert not job.target.exists()
@@ -119,7 +122,8 @@ def test_a_stopped_build_goes_on_where_it_was(tmp_path):
 
 
 def test_a_begun_build_of_something_else_is_not_mixed_in(tmp_path):
-    corpus, job = write_corpus(tmp_path / "corpus.jsonl", "y"), job_in(tmp_path)
+    corpus = write_corpus(tmp_path / "corpus.jsonl", "y")
+    job = job_in(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         start(job, corpus, progress=stop_at(3))
     with pytest.raises(ValueError, match="holds a begun index built with .*None.*180"):
@@ -134,7 +138,8 @@ def test_a_begun_build_of_something_else_is_not_mixed_in(tmp_path):
 
 
 def test_a_corpus_that_changes_while_the_index_is_built_gives_no_index(tmp_path):
-    corpus, job = write_corpus(tmp_path / "corpus.jsonl", "y"), job_in(tmp_path)
+    corpus = write_corpus(tmp_path / "corpus.jsonl", "y")
+    job = job_in(tmp_path)
 
     def progress(stage: str, done: int, total: int) -> None:
         if done == 2:

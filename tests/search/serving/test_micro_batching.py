@@ -102,7 +102,8 @@ def test_a_large_request_is_split_and_a_small_one_does_not_wait_behind_it():
         blocker = ask(batcher, "blocker")
         await entered(retriever)
         queries = [f"q{n}" for n in range(500)]
-        large, small = ask(batcher, *queries), ask(batcher, "small")
+        large = ask(batcher, *queries)
+        small = ask(batcher, "small")
         retriever.gate.set()
         await asyncio.gather(blocker.future, large.future, small.future)
         assert max(len(queries) for queries, _ in retriever.calls) == 100
@@ -167,7 +168,8 @@ def test_a_dropped_request_is_not_searched_unless_another_one_waits_for_it():
         retriever.gate.clear()
         blocker = ask(batcher, "blocker")
         await entered(retriever)
-        gone, other = ask(batcher, "shared", "alone"), ask(batcher, "shared")
+        gone = ask(batcher, "shared", "alone")
+        other = ask(batcher, "shared")
         for _ in range(2):
             batcher.drop(gone, ConnectionError("gone"))
         assert isinstance(gone.future.exception(), ConnectionError)

@@ -37,7 +37,8 @@ RECORDED = {
     "verl": HEAD + JSON_ONLY + b"Content-Length: 78\r\n\r\n"
     b'{"queries": ["director Tomas", "t\\u00f6wn"], "topk": 3, "return_scores": true}',
 }
-FIRST, SECOND = str(DOCUMENTS[1]["contents"]), str(DOCUMENTS[0]["contents"])
+FIRST = str(DOCUMENTS[1]["contents"])
+SECOND = str(DOCUMENTS[0]["contents"])
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,9 @@ def test_two_workers_share_the_port_and_the_numbers_and_stop_on_sigterm(tmp_path
 @pytest.mark.alone
 def test_a_worker_killed_under_load_is_restarted_and_no_search_is_lost(tmp_path):
     with two_workers(tmp_path) as (process, address):
-        stop, wrong, answered = threading.Event(), [], [0]
+        stop = threading.Event()
+        wrong = []
+        answered = [0]
 
         def ask(number: int) -> None:
             with SearchClient(address, topk=1, timeout=30, cache_size=0) as search:

@@ -74,10 +74,12 @@ class Policy(SavedWorker, Worker):
     def __init__(self, width: int) -> None:
         super().__init__()
         self._register_dispatch_collect_info("rollout", self.rank, True)
-        self.width, tokenizer = width, AutoTokenizer.from_pretrained(str(MODEL), model_max_length=1_000_000)
-        self.pad, self.search, self.text = (
-            tokenizer.pad_token_id, ids(tokenizer, SEARCH), ids(tokenizer, WORDS * 200),
-        )  # fmt: skip
+        self.width = width
+        tokenizer = AutoTokenizer.from_pretrained(str(MODEL), model_max_length=1_000_000)
+        # fmt: skip
+        self.pad = tokenizer.pad_token_id
+        self.search = ids(tokenizer, SEARCH)
+        self.text = ids(tokenizer, WORDS * 200)
         self.answers = [(text, ids(tokenizer, text)) for text in ANSWERS]
 
     @register()
@@ -94,7 +96,8 @@ class Policy(SavedWorker, Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        asked, seeds = prompts.non_tensor_batch["raw_prompt_ids"], prompts.tensors["sampling_seeds"].tolist()
+        asked = prompts.non_tensor_batch["raw_prompt_ids"]
+        seeds = prompts.tensors["sampling_seeds"].tolist()
         Policy.asked.append([str(prompt) for prompt in asked])
         made = [self._trajectory(row, asked[row], seed) for row, seed in enumerate(seeds)]
         tensors = to_tensors(made, PROMPT_TOKENS, self.width - PROMPT_TOKENS, self.pad)
@@ -214,7 +217,10 @@ def instant_trainer(
         for i in range(rows)
     ]
     role = Role.ActorRolloutRef if config.algorithm.kl_ctrl.kl_coef > 0 else Role.ActorRollout
-    Policy.updates, Policy.asked, Policy.answered, Critic.updates = [], [], None, []
+    Policy.updates = []
+    Policy.asked = []
+    Policy.answered = None
+    Critic.updates = []
     return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,

@@ -17,12 +17,15 @@ class Prompts:
     """
 
     def __init__(self, rows: int, trained: list[int] | None = None) -> None:
-        self.rows, self.drawn, self.trained = rows, 0, trained
+        self.rows = rows
+        self.drawn = 0
+        self.trained = trained
 
     def drawn_ahead(self, number: int, count: int, asked: Any) -> list[DataProto]:
         if self.trained is not None:
             assert set(asked) == set(range(self.drawn)) - set(self.trained)
-        indices, self.drawn = range(self.drawn, self.drawn + count), self.drawn + count
+        indices = range(self.drawn, self.drawn + count)
+        self.drawn = self.drawn + count
         return [self._rows(number + i, 0, index) for i, index in enumerate(indices)]
 
     def asked_again(self, prompts: DataProto, number: int, attempt: int) -> DataProto:
@@ -54,9 +57,13 @@ class Played:
     five moments."""
 
     def __init__(self, rng: random.Random, world_size: int, speed: float, lost: float = 0.0) -> None:
-        self.rng, self.world_size, self.speed, self.lost = rng, world_size, speed, lost
+        self.rng = rng
+        self.world_size = world_size
+        self.speed = speed
+        self.lost = lost
         self.rows: list[dict[str, Any]] = []
-        self.version, self.now = -1, 0.0
+        self.version = -1
+        self.now = 0.0
 
     def submit(self, entries: list[DataProto | None]) -> Sent:
         assert len(entries) == self.world_size and self.version >= 0

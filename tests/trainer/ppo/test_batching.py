@@ -49,7 +49,8 @@ def test_rule_7_a_group_is_one_prompt_of_one_step_whatever_its_dataset_index_say
         {"raw_prompt_ids": [1], "extra_info": {"index": 0}},
         {"raw_prompt_ids": [1], "extra_info": {"index": 0}},
     ]
-    first, second = prompt_batch(rows, "step1"), prompt_batch(rows, "step2")
+    first = prompt_batch(rows, "step1")
+    second = prompt_batch(rows, "step2")
     groups = first.repeat(3, interleave=True).non_tensor_batch["uid"]
     assert list(groups) == ["step1-0"] * 3 + ["step1-1"] * 3
     assert not set(groups) & set(second.non_tensor_batch["uid"])

@@ -20,7 +20,9 @@ class SlowWorker(Worker):
 
     def __init__(self):
         super().__init__()
-        self.writer, self.may_write, self.error = BackgroundWriter(), threading.Event(), None
+        self.writer = BackgroundWriter()
+        self.may_write = threading.Event()
+        self.error = None
 
     @register()
     def save_checkpoint(self, path, background):

@@ -23,7 +23,9 @@ from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler
 
 FILTER = "algorithm.filter_groups.enable=true"
-MIXED, SOLVED, FAILED = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
+MIXED = [1.0, 0.0]
+SOLVED = [1.0, 1.0]
+FAILED = [0.0, 0.0]
 
 
 class World:
@@ -40,7 +42,9 @@ class World:
         reasons: dict[int, list[str]] | None = None,
         searches: dict[int, list[int]] | None = None,
     ):
-        self.scores, self.reasons, self.searches = scores, reasons or {}, searches or {}
+        self.scores = scores
+        self.reasons = reasons or {}
+        self.searches = searches or {}
         self.config = config_with(
             "algorithm.adv_estimator=grpo",
             "data.train_batch_size=4",
@@ -67,7 +71,8 @@ class World:
 
     def collect(self, step: int = 1) -> tuple[DataProto, dict[str, float]]:
         """What the trainer's `fit` does in a step, up to the log-probs."""
-        self.asked, collector = [], self.collector
+        self.asked = []
+        collector = self.collector
         for count in collector.rounds(step):
             prompts = collector.prompts(step, count, is_last=False)
             trajectories, collector.unfinished = split_unfinished(self.generate(prompts))
@@ -89,9 +94,11 @@ class World:
 
     def generate(self, gen_batch: DataProto) -> DataProto:
         self.asked.append(gen_batch)
-        uids, num_rows = gen_batch.non_tensor_batch["uid"], len(gen_batch)
+        uids = gen_batch.non_tensor_batch["uid"]
+        num_rows = len(gen_batch)
         member: dict[str, int] = defaultdict(int)
-        records, mask = [], torch.ones(num_rows, 3, dtype=torch.long)
+        records = []
+        mask = torch.ones(num_rows, 3, dtype=torch.long)
         states = gen_batch.non_tensor_batch.get("continuation", [None] * num_rows)
         for row, (uid, ids, state) in enumerate(
             zip(uids, gen_batch.non_tensor_batch["raw_prompt_ids"], states, strict=True)
@@ -295,7 +302,8 @@ def test_a_row_without_a_sampled_token_counts_in_no_solve_rate():
     assert rates[[0, 1, 3]].tolist() == [1, 0, 0.5] and np.isnan(rates[2])
 
 
-THRIFT, ONE_ROUND = "algorithm.thrift=1", "algorithm.filter_groups.max_num_gen_batches=1"
+THRIFT = "algorithm.thrift=1"
+ONE_ROUND = "algorithm.filter_groups.max_num_gen_batches=1"
 WASTE = {0: [1, 2], 1: [2, 2], 2: [1, 2], 3: [1, 2]}  # searches of prompts
 
 

@@ -23,7 +23,8 @@ def test_trajectories_that_a_limit_has_cut_take_no_part_with_the_overlong_filter
 
 
 def test_only_groups_whose_members_differ_are_informative():
-    scores, uids = np.array([1.0, 1, 0, 1, 0, 0, 7]), np.array(list("aabbccd"), dtype=object)
+    scores = np.array([1.0, 1, 0, 1, 0, 0, 7])
+    uids = np.array(list("aabbccd"), dtype=object)
     usable = np.ones(7, dtype=bool)
     chosen = informative_rows(scores, uids, usable)
     assert chosen.tolist() == [False, False, True, True, False, False, False]
@@ -48,7 +49,8 @@ def test_the_room_ends_at_the_context_or_in_the_last_turn_at_the_turns_limit():
 
 
 def test_the_soft_overlong_penalty_is_that_of_dapos_equation_13():
-    longest, cache = 50, 16
+    longest = 50
+    cache = 16
 
     def equation_13(length: int) -> float:
         if length <= longest - cache:

@@ -67,7 +67,8 @@ def test_a_mixed_run_draws_by_ratio_and_tells_of_each_source(tmp_path):
 def test_rule_10_killed_inside_a_prefetch_a_run_asks_the_same_rows(tmp_path):
     line = settings(tmp_path, "algorithm.filter_groups.retire_solved=0.7")
     run(instant_trainer(tmp_path / "whole", *line, reads_files=True))
-    undisturbed, asked = rows_of(tmp_path / "whole"), Policy.asked
+    undisturbed = rows_of(tmp_path / "whole")
+    asked = Policy.asked
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), *line]
     killed = subprocess.run(

@@ -88,7 +88,8 @@ def test_rule_10_a_run_that_is_killed_resumes_to_the_same_step_with_the_kept_gro
         trainer__test_freq=-1,
         trainer__val_before_train="false",
     )
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
     assert run([*line, f"trainer.default_local_dir={whole}"]) == 0
     rows = {row["step"]: row for row in steps(whole)}
     kept = next(step for step in (1, 2, 3) if rows[step]["env/kept_groups"])

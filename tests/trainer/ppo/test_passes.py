@@ -9,8 +9,12 @@ NO_KL = "algorithm.kl_ctrl.kl_coef=0"
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=true"
 CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
-CRITIC, REFERENCE, GREEDY, TEACHER = "critic", "reference", "greedy", "teacher"
-ONE, SEVERAL = "old: one update", "old: several updates"
+CRITIC = "critic"
+REFERENCE = "reference"
+GREEDY = "greedy"
+TEACHER = "teacher"
+ONE = "old: one update"
+SEVERAL = "old: several updates"
 
 # settings -> the passes of a step, beside generation and update
 TABLE = [

@@ -15,7 +15,9 @@ from verl.utils.reward_score import qa_em_format
 from verl.verifiers import Sample, Verdict
 from verl.verifiers.text import TextVerifier
 
-EOS, PAD = 0, 0  # the same id: padding must not be found by it
+# the same id: padding must not be found by it
+EOS = 0
+PAD = 0
 
 
 class ByteTokenizer:
@@ -34,7 +36,8 @@ class ByteTokenizer:
 def batch(rows: list[list[tuple[list[int] | str, int]]], **columns) -> DataProto:
     """Rows of (text or ids, 1 if the policy sampled it); the prompt holds an answer that must not count."""
     prompt = list(b"such as <answer>Beijing</answer>")
-    ids, masks = [], []
+    ids = []
+    masks = []
     for row in rows:
         parts = [(list(part.encode()) if isinstance(part, str) else part, sampled) for part, sampled in row]
         ids.append([i for part, _ in parts for i in part])

@@ -13,7 +13,8 @@ from verl.trainer.restarts import RestartingRun
 from verl.trainer.rewinds import CollapseSeen
 from verl.utils.records import recorder
 
-STEPS, ONSET = 30, 13
+STEPS = 30
+ONSET = 13
 SETTINGS = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=4",

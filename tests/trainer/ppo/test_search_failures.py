@@ -42,7 +42,8 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
         ]
     )
     validate(config)
-    config.trainer.backend, config.trainer.device = "local", "cpu"
+    config.trainer.backend = "local"
+    config.trainer.device = "cpu"
 
     def generate_sequences(gen_batch: DataProto) -> DataProto:
         num_rows = len(gen_batch)

@@ -18,13 +18,20 @@ from verl.trainer.ppo.stream import RolloutStream, StalenessGate
 def play(seed: int, config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of some steps by chance, whose settings go into `config`; asserts what must hold at each."""
     rng = random.Random(seed)
-    k, per_step, steps, rows = rng.randint(0, 4), rng.randint(1, 5), rng.randint(1, 8), rng.randint(1, 3)
-    repeatable, kills = rng.random() < 0.3, rng.random() < 0.5
+    k = rng.randint(0, 4)
+    per_step = rng.randint(1, 5)
+    steps = rng.randint(1, 8)
+    rows = rng.randint(1, 3)
+    repeatable = rng.random() < 0.3
+    kills = rng.random() < 0.5
     masks = seed % 3 == 0
     block = config.trainer.async_training
-    block.max_staleness, block.repeatable = k, repeatable
-    block.group_deadline, block.too_old = 20.0, "mask" if masks else "drop"
-    config.data.train_batch_size, config.actor_rollout_ref.rollout.n_agent = per_step, rows
+    block.max_staleness = k
+    block.repeatable = repeatable
+    block.group_deadline = 20.0
+    block.too_old = "mask" if masks else "drop"
+    config.data.train_batch_size = per_step
+    config.actor_rollout_ref.rollout.n_agent = rows
     trained = list[int]()
     prompts = Prompts(rows, trained)
     lost = 0.0 if repeatable else rng.choice([0.0, 0.05])
@@ -90,7 +97,9 @@ def test_a_repeatable_run_trains_the_same_at_any_speed():
         settings = [f"{block}.max_staleness={k}", f"{block}.repeatable=true", "data.train_batch_size=3"]
         histories = []
         for seed, speed in enumerate((0.02, 0.3, 0.9)):
-            prompts, played, history = Prompts(1), Played(random.Random(seed), 1 + seed % 2, speed), []
+            prompts = Prompts(1)
+            played = Played(random.Random(seed), 1 + seed % 2, speed)
+            history = []
             tools: Any = load_config(settings), prompts, played, 6
             stream: Any = RolloutStream(*tools, lambda line: None)
             stream.send_weights(0, None)
@@ -153,7 +162,9 @@ def test_what_staleness_has_room_for_is_begun_and_no_more(monkeypatch):
     assert prompts.drawn == 4 and stream.room() == 0
     stream.take(1)  # one of the two taught nothing
     assert prompts.drawn == 5 and stream.room() == 0
-    stream.version, stream.taken, stream.replaced = 1, [], 0
+    stream.version = 1
+    stream.taken = []
+    stream.replaced = 0
     assert stream.room() == 2
     stream.version = 2  # the last step begins
     assert stream.room() == 0

@@ -141,7 +141,8 @@ class Points(Verifier):
 
 
 def test_a_row_of_verifiers_is_solved_by_the_full_score_of_every_one_that_has_a_weight():
-    path, verifiers = f"{__name__}:Points", Verifiers(VerifierSettings(VerifiersConfig()))
+    path = f"{__name__}:Points"
+    verifiers = Verifiers(VerifierSettings(VerifiersConfig()))
     weights = [[1.0], [1.0], [0.5, 0.0], [1.0, -1.0], [0.0]]
     texts = ["ten points", "nine here", "ten points", "ten points", "ten points"]
     rows = [
@@ -165,7 +166,8 @@ def test_a_reward_function_that_returns_acc_says_itself_what_is_right():
 def test_with_exact_match_as_the_score_thrift_is_to_the_bit_what_the_mean_score_made_of_it(seed):
     """As it was when the best score of a group stood for right, and the mean score for their share."""
     draws = np.random.default_rng(seed)
-    num_groups, size = int(draws.integers(1, 9)), int(draws.integers(2, 9))
+    num_groups = int(draws.integers(1, 9))
+    size = int(draws.integers(2, 9))
     uids = "".join(chr(ord("a") + group) * size for group in range(num_groups))
     em = (draws.random(len(uids)) < draws.random()).astype(float).tolist()
     searches = draws.integers(0, 4, len(uids)).tolist()
@@ -174,7 +176,8 @@ def test_with_exact_match_as_the_score_thrift_is_to_the_bit_what_the_mean_score_
     batch = searches_batch(uids, searches, em, lengths=lengths.tolist())
 
     groups = Groups.of(uids, batch.tensors["num_sampled"] > 0)
-    scores, counts = batch.tensors["outcome"], torch.tensor(searches).double()
+    scores = batch.tensors["outcome"]
+    counts = torch.tensor(searches).double()
     best = groups.max(scores)
     right = Groups(groups.ids, groups.taken & (scores == best) & (best > 0))
     fewer = ((right.mean(counts) - counts) / (right.std(counts) + 1e-6)).clamp(min=0.0)

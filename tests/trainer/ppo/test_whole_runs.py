@@ -222,7 +222,8 @@ def test_the_running_baseline_is_restored(tmp_path):
 
 def test_the_critic_learns_in_mini_batches_of_its_own(tmp_path):
     run(instant_trainer(tmp_path / "run", "critic.ppo_mini_batch_size=16", algorithm="ppo"))
-    (actor,), (critic,) = Policy.updates, Critic.updates
+    (actor,) = Policy.updates
+    (critic,) = Critic.updates
     assert (actor.meta_info["num_mini_batches"], critic.meta_info["num_mini_batches"]) == (4, 2)
 
 

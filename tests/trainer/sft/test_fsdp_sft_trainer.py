@@ -20,7 +20,8 @@ NAMES = ["Bratis Gildane", "Pronin Brelden", "Koke Quelmaw", "Mimi Kaskaw", "Kom
 
 
 def demonstration(i: int) -> list[dict]:
-    name, other = NAMES[i % len(NAMES)], NAMES[(i + 1) % len(NAMES)]
+    name = NAMES[i % len(NAMES)]
+    other = NAMES[(i + 1) % len(NAMES)]
     observation = f'\n\n<information>Doc 1(Title: "Amber Harbor") Its director is {name}.</information>\n\n'
     pieces = [(QUESTION * (1 + i % 2), False), ("<search> Amber Harbor</search>", True), (observation, False)]
     pieces += [(f"<search> {other}</search>", True), (observation, False)] * (i % 3 == 0)
@@ -83,7 +84,8 @@ def test_a_run_leaves_a_model_that_a_reinforcement_run_can_start_from_and_its_re
 def test_rule_10_a_killed_run_goes_on_to_the_same_numbers_and_weights(line, tmp_path):
     run_dir = tmp_path / "run"
     assert run(line) == 0
-    whole, model = metrics(run_dir), weights(run_dir)
+    whole = metrics(run_dir)
+    model = weights(run_dir)
 
     # As a kill leaves it that comes while step 4 is written: its line is there, its checkpoint is not whole.
     shutil.rmtree(run_dir / "huggingface")
@@ -166,5 +168,6 @@ def test_rule_5_two_processes_train_the_same_model_as_one(line, tmp_path):
     assert run([*line, *two]) == 0
     for left, right in zip(metrics(tmp_path / "run"), metrics(tmp_path / "two"), strict=True):
         assert left == pytest.approx(right, rel=1e-4)
-    left, right = weights(tmp_path / "run"), weights(tmp_path / "two")
+    left = weights(tmp_path / "run")
+    right = weights(tmp_path / "two")
     assert max(float((left[name] - right[name]).abs().max()) for name in left) < 1e-3

@@ -20,7 +20,8 @@ def measured(rates: dict[int, float], **config: float) -> DifficultyPools:
 
 
 def test_without_measurements_the_order_is_the_samplers():
-    pools, sampler = make(), PromptSampler(24, 8, True, 3)
+    pools = make()
+    sampler = PromptSampler(24, 8, True, 3)
     assert [pools.take(8) for _ in range(7)] == [sampler.take(8) for _ in range(7)]
 
 
@@ -39,7 +40,8 @@ def test_each_pool_gives_its_share():
     [(24, 0, (8, 0, 0)), (0, 24, (0, 0, 8)), (20, 4, (4, 0, 4)), (2, 20, (2, 2, 4)), (1, 1, (1, 6, 1))],
 )
 def test_what_a_pool_lacks_comes_from_the_others(num_easy, num_hard, expected):
-    easy, hard = range(num_easy), range(num_easy, num_easy + num_hard)
+    easy = range(num_easy)
+    hard = range(num_easy, num_easy + num_hard)
     pools = measured(dict.fromkeys(easy, 1.0) | dict.fromkeys(hard, 0.0))
     drawn = pools.pools()[pools.take(8)]
     assert tuple(np.bincount(drawn, minlength=3)) == expected

@@ -17,7 +17,8 @@ def tokenizer(request):
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<b>", eos_token="<e>")
-    made.opening, specials = request.param, [("<b>", made.bos_token_id)]
+    made.opening = request.param
+    specials = [("<b>", made.bos_token_id)]
     if request.param:
         made.backend_tokenizer.post_processor = processors.TemplateProcessing("<b> $A", None, specials)
     return made

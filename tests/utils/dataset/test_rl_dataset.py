@@ -150,7 +150,8 @@ def batches(sampler: PromptSampler, count: int) -> list[list[int]]:
 def test_an_epoch_shows_each_row_at_most_once_in_a_new_order():
     sampler = PromptSampler(num_rows=10, batch_size=3, shuffle=True, seed=0)
     assert len(sampler) == 3
-    first, second = batches(sampler, 3), batches(sampler, 3)
+    first = batches(sampler, 3)
+    second = batches(sampler, 3)
     for epoch in (first, second):
         rows = [row for batch in epoch for row in batch]
         assert len(set(rows)) == 9 and set(rows) <= set(range(10))

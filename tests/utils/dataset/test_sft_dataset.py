@@ -205,7 +205,8 @@ def test_a_text_too_long_for_the_model_shows_no_warning_of_indexing_errors(tmp_p
 
 
 def test_of_a_parquet_file_only_the_columns_that_are_needed_are_read(tmp_path, tokenizer, monkeypatch):
-    read, given = pq.read_table, []
+    read = pq.read_table
+    given = []
     monkeypatch.setattr(
         pq, "read_table", lambda *args, columns: given.append(columns) or read(*args, columns=columns)
     )

@@ -110,7 +110,8 @@ def test_rule_10_a_restart_gives_the_same_rows(tmp_path, kind, more):
 
 def test_the_thread_is_two_steps_ahead_and_no_more(tmp_path):
     rows, sampler = make(write(tmp_path, "one group", 400))
-    made, item = [], rows.item
+    made = []
+    item = rows.item
     rows.item = lambda row, index: made.append(index) or item(row, index)
     for step in range(1, 6):
         sampler.take(10)
@@ -209,7 +210,8 @@ def test_a_million_rows_start_in_10_seconds_and_500_megabytes(tmp_path):
     pq.write_table(table, tmp_path / "one.parquet")  # as pandas writes it
     pq.write_table(table, tmp_path / "many.parquet", row_group_size=2000)
     with (tmp_path / "rows.jsonl").open("w") as file:
-        start, end = '{"prompt": "', '", "reward_model": {"ground_truth": "1"}, "data_source": "squares"}\n'
+        start = '{"prompt": "'
+        end = '", "reward_model": {"ground_truth": "1"}, "data_source": "squares"}\n'
         file.writelines(f"{start}{text}{end}" for text in prompts.to_pylist())
     assert pq.read_metadata(tmp_path / "one.parquet").num_row_groups == 1
     model = Path(__file__).parents[3] / "data_prep" / "base_model"

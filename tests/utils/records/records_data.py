@@ -69,11 +69,9 @@ def step_batch(answers: list[str], golden: str = "Ada") -> DataProto:
     width = max(map(len, texts)) + 3
     seen = range(len(WRITTEN.encode()), len((WRITTEN + SEEN).encode()))
     responses = torch.zeros(len(texts), width, dtype=torch.long)
-    mask, real, scores = (
-        torch.zeros_like(responses),
-        torch.zeros_like(responses),
-        torch.zeros(len(texts), width),
-    )
+    mask = torch.zeros_like(responses)
+    real = torch.zeros_like(responses)
+    scores = torch.zeros(len(texts), width)
     for i, text in enumerate(texts):
         responses[i, : len(text)] = torch.tensor(list(text))
         real[i, : len(text)] = 1

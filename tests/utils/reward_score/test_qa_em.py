@@ -80,7 +80,8 @@ def test_any_golden_answer_counts_in_every_form_a_parquet_file_gives_it():
 
 
 def test_a_substring_counts_for_subem_only():
-    text, target = "<answer>Paris, France</answer>", {"target": ["Paris"]}
+    text = "<answer>Paris, France</answer>"
+    target = {"target": ["Paris"]}
     assert compute_score_subem(text, target) == 1.0
     assert compute_score_em(text, target) == 0.0
     assert subem_check("anything", "the") == 0

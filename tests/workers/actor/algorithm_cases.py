@@ -27,8 +27,10 @@ def full_batch(num_rows=7, seed=0, pad_id=0) -> DataProto:
     was sampled after; row 3 sampled nothing; the advantages of rows 4 and 5 are 0.
     """
     batch = make_batch(num_rows, seed, pad_id, shift=0.3)
-    tensors, generator = batch.batch, torch.Generator().manual_seed(seed + 1)
-    mask, width = tensors["response_mask"], tensors["response_mask"].shape[1]
+    tensors = batch.batch
+    generator = torch.Generator().manual_seed(seed + 1)
+    mask = tensors["response_mask"]
+    width = tensors["response_mask"].shape[1]
     attention = tensors["attention_mask"][:, -width:]
     last = attention.sum(dim=1, keepdim=True) - torch.arange(width) <= 2
     mask[last] = 0

@@ -55,12 +55,15 @@ def spoilt_updates(model_path, rank, world_size):
     """(skips in a row, the explanation) of two updates that are not finite on the last rank alone: for an
     advantage that is NaN, and for the gradient.
     """
-    factory, data = ActorFactory(model_path, world_size), rows_of(rank, world_size)
-    actor, is_last = factory.actor(), rank == world_size - 1
+    factory = ActorFactory(model_path, world_size)
+    data = rows_of(rank, world_size)
+    actor = factory.actor()
+    is_last = rank == world_size - 1
     data.batch["advantages"][1, 0] = math.nan if is_last else 0.0
     metrics = actor.update_policy(data)
     seen = [(metrics["actor/num_skipped_in_a_row"], actor.loop.skipped_update)]
-    actor, share = factory.actor(), PolicyObjective.share
+    actor = factory.actor()
+    share = PolicyObjective.share
 
     def steep(self, part, outputs):
         loss, figures = share(self, part, outputs)

@@ -40,7 +40,8 @@ def trajectories(num_rows=NUM_ROWS, seed=0) -> DataProto:
     def number(low, high):
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-    prompt_width, width = 5, 60
+    prompt_width = 5
+    width = 60
     tensors = {
         "attention_mask": torch.zeros(num_rows, prompt_width + width, dtype=torch.int64),
         "response_mask": torch.zeros(num_rows, width, dtype=torch.int64),
@@ -49,12 +50,14 @@ def trajectories(num_rows=NUM_ROWS, seed=0) -> DataProto:
     for row in range(num_rows):
         end = 0
         for turn in range(1 + row % 8):
-            start, end = end, end + number(1, 4)
+            start = end
+            end = end + number(1, 4)
             tensors["response_mask"][row, start:end] = 1
             tensors["turn_ids"][row, start:end] = turn
             end += number(1, 4) if turn < row % 8 or row % 3 == 0 else 0
         tensors["attention_mask"][row, prompt_width - number(1, 5) : prompt_width + end] = 1
-    mask, attention = tensors["response_mask"], tensors["attention_mask"]
+    mask = tensors["response_mask"]
+    attention = tensors["attention_mask"]
     second = (tensors["turn_ids"][5] == 1).nonzero().flatten()
     mask[5, second[: max(1, len(second) - 1)]] = 0
     mask[3] = 0
@@ -85,7 +88,8 @@ def whole(batch: DataProto) -> DataProto:
 
 def turns_as_trajectories(batch: DataProto) -> DataProto:
     """A row for each turn, of the trajectories' width: the tokens up to the turn's end, its mask alone."""
-    tensors, rows = batch.tensors, []
+    tensors = batch.tensors
+    rows = []
     width = tensors["response_mask"].shape[1]
     for row, turns in enumerate(tensors["turn_ids"].tolist()):
         for turn in range(max(turns) + 1):

@@ -80,7 +80,8 @@ def test_rows_without_an_advantage_stay_in_the_backward_pass_where_another_term_
 def test_the_adaptive_weight_of_the_entropy_bonus_follows_the_entropy_and_goes_on_after_a_restart(model_path):
     config = make_config(model_path, "actor_rollout_ref.actor.entropy_ctrl.target_entropy=30")
     control = config.actor_rollout_ref.actor.entropy_ctrl
-    control.delta, control.max_coeff = 0.004, 0.02
+    control.delta = 0.004
+    control.max_coeff = 0.02
     actor = make_actor(config)
     weights = [actor.update_policy(make_batch())["actor/entropy_coeff"] for _ in range(2)]
     restarted = make_actor(config)
@@ -92,7 +93,8 @@ def test_the_adaptive_weight_of_the_entropy_bonus_follows_the_entropy_and_goes_o
 def test_sum_pi_squared_is_of_the_distribution_that_the_token_was_drawn_from(factory, model_path):
     batch = full_batch()
     statistics = token_statistics(factory.engine, batch, ALL_ROWS, 0.9, with_sum_pi_squared=True)
-    row, mask = 0, batch.batch["response_mask"].bool()
+    row = 0
+    mask = batch.batch["response_mask"].bool()
     ids = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()]
     model, _, _ = reference_log_probs(model_path, batch[:1], 0.9)
     probabilities = (model(ids[None]).logits[0] / 0.9).softmax(-1).square().sum(-1)

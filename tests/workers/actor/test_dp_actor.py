@@ -29,7 +29,8 @@ def update(model_path, batch, *overrides, epochs=1):
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 @pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_log_probs_and_entropies_equal_hugging_faces_own(model_path, temperature):
-    actor, batch = make_actor(make_config(model_path)), make_batch()
+    actor = make_actor(make_config(model_path))
+    batch = make_batch()
     log_probs = compute_log_prob(actor.engine, batch, ALL_ROWS, temperature)
     _, (part,) = pack_micro_batches(tensors_of(batch), range(len(batch)), actor.engine, ALL_ROWS)
     _, entropy, _ = actor.engine.module(part, temperature, True)
@@ -54,7 +55,8 @@ def test_the_gradient_equals_autograd_through_full_logits(model_path, mode):
         epochs=2,
     )
     model, log_prob, entropy = reference_log_probs(model_path, batch)
-    mask, advantages = batch.batch["response_mask"], batch.batch["advantages"]
+    mask = batch.batch["response_mask"]
+    advantages = batch.batch["advantages"]
     ratio = (log_prob - batch.batch["old_log_probs"]).exp()
     pg = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
     pg = torch.where(advantages < 0, torch.minimum(pg, -advantages * 3.0), pg)
@@ -180,7 +182,8 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_counted(mode
 
 @pytest.mark.parametrize("num_empty", [8, 12])
 def test_a_mini_batch_without_a_sampled_token_makes_no_step_and_is_counted(model_path, num_empty):
-    actor, batch = make_actor(make_config(model_path)), make_batch(12)
+    actor = make_actor(make_config(model_path))
+    batch = make_batch(12)
     batch.batch["response_mask"][:num_empty] = 0
     metrics = actor.update_policy(batch)
     num_steps = (12 - num_empty) // 4  # of two mini-batches, of 6 rows each

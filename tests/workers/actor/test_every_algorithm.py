@@ -89,7 +89,8 @@ def test_rule_5_every_split_gives_the_same_loss_and_gradient(factory, whole, cas
 def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
     """Whatever old_log_probs say: they are those of these weights, and are not read."""
     settings = {"policy_loss__loss_mode": loss, **SELECTIVE}
-    batch, other = full_batch(), full_batch()
+    batch = full_batch()
+    other = full_batch()
     other.batch["old_log_probs"] -= 1.0
     for data in (batch, other):
         data.meta_info["bypass_mode"] = False
@@ -104,8 +105,10 @@ def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
 )
 def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(factory, monkeypatch, loss):
     settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
-    batch, limits = full_batch(), SPLITS["rows of 3, padded"]
-    backward, num_backward = factory.engine._backward, []
+    batch = full_batch()
+    limits = SPLITS["rows of 3, padded"]
+    backward = factory.engine._backward
+    num_backward = []
     monkeypatch.setattr(
         factory.engine, "_backward", lambda *a, **k: num_backward.append(1) or backward(*a, **k)
     )
@@ -120,7 +123,8 @@ def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(fact
 
 @pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSSES if loss != "sft"])
 def test_rollout_weights_of_2_make_the_policy_loss_twice_as_large(factory, loss):
-    batch, settings = full_batch(), {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
+    batch = full_batch()
+    settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
     batch.batch["rollout_is_weights"] = batch.batch["response_mask"].float()
     _, gradient = factory.update(batch, **settings)
     batch.batch["rollout_is_weights"] *= 2

@@ -57,7 +57,8 @@ def test_if_only_the_gradient_is_not_finite_its_row_is_named(model_path, monkeyp
 
 def test_skips_are_counted_in_a_row_over_training_steps_and_restarts(model_path, monkeypatch):
     actor = make_actor(make_config(model_path, "actor_rollout_ref.actor.ppo_epochs=2"))
-    bad, good = make_batch(), make_batch()
+    bad = make_batch()
+    good = make_batch()
     spoil(bad, "advantages", 0, 0, math.nan)
     counts = [actor.update_policy(batch)["actor/num_skipped_in_a_row"] for batch in (good, bad, bad)]
     assert counts == [0, 2, 4]
@@ -70,7 +71,8 @@ def test_skips_are_counted_in_a_row_over_training_steps_and_restarts(model_path,
 
 @pytest.mark.parametrize("key", ["returns", "values"])
 def test_the_critics_updates_are_guarded_alike(model_path, key):
-    critic, batch = make_critic(make_config(model_path)), make_batch()
+    critic = make_critic(make_config(model_path))
+    batch = make_batch()
     place = spoil(batch, key, 6, 1, math.nan)
     weights = [p.detach().clone() for p in critic.engine.module.parameters()]
     metrics = critic.update_critic(batch)

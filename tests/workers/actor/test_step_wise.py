@@ -28,7 +28,8 @@ def factory(model_path):
 @pytest.mark.parametrize("limits", PASSES)
 @pytest.mark.parametrize("case", cases.EQUAL)
 def test_the_gradient_and_the_metrics_are_those_of_whole_trajectories(factory, case, limits):
-    batch, settings = cases.trajectories(), cases.EQUAL[case]
+    batch = cases.trajectories()
+    settings = cases.EQUAL[case]
     metrics, gradient = factory.update(batch, PASSES[limits], **settings)
     expected_metrics, expected = factory.update(cases.whole(batch), PASSES[limits], **settings)
     assert_same_gradients(gradient, expected, tolerance=1e-6)
@@ -38,7 +39,8 @@ def test_the_gradient_and_the_metrics_are_those_of_whole_trajectories(factory, c
 
 @pytest.mark.parametrize("case", cases.BY_TURN)
 def test_a_turn_is_a_sequence_to_what_knows_sequences(factory, case):
-    batch, settings = cases.trajectories(), cases.BY_TURN[case] | {"entropy_coeff": 0.0}
+    batch = cases.trajectories()
+    settings = cases.BY_TURN[case] | {"entropy_coeff": 0.0}
     _, gradient = factory.update(batch, PASSES["2 trajectories"], **settings)
     _, expected = factory.update(cases.turns_as_trajectories(batch), SPLITS["rows of 3, padded"], **settings)
     assert_same_gradients(gradient, expected, tolerance=2e-6)
@@ -48,10 +50,12 @@ def test_a_turn_is_a_sequence_to_what_knows_sequences(factory, case):
 
 
 def test_seq_mean_of_sums_is_the_whole_trajectory_s_gradient_but_for_the_count(factory):
-    batch, settings = cases.trajectories(), {"loss_agg_mode": "seq-mean-token-sum", "entropy_coeff": 0.0}
+    batch = cases.trajectories()
+    settings = {"loss_agg_mode": "seq-mean-token-sum", "entropy_coeff": 0.0}
     _, gradient = factory.update(batch, **settings)
     _, expected = factory.update(cases.whole(batch), **settings)
-    mask, turns = batch.tensors["response_mask"].bool(), batch.tensors["turn_ids"]
+    mask = batch.tensors["response_mask"].bool()
+    turns = batch.tensors["turn_ids"]
     num_turns = sum(len(set(row[own].tolist())) for row, own in zip(turns, mask, strict=True))
     share = int(mask.any(dim=1).sum()) / num_turns
     assert_same_gradients(gradient, {name: share * want for name, want in expected.items()}, tolerance=1e-6)
@@ -67,9 +71,12 @@ def test_the_model_computes_each_token_of_a_trajectory_once(factory, limits, mon
         return forward(micro_batch, options)
 
     monkeypatch.setattr(factory.engine, "_forward", counted)
-    batch, echo = cases.trajectories(), {"echo_coeff": 0.3}  # else what is behind the last turn is left out
+    # else what is behind the last turn is left out
+    batch = cases.trajectories()
+    echo = {"echo_coeff": 0.3}
     factory.update(batch, PASSES[limits], **echo)
-    turns, seen[:] = seen[:], []
+    turns = seen[:]
+    seen[:] = []
     factory.update(cases.whole(batch), PASSES[limits], **echo)
     assert turns == seen and seen
 
@@ -85,7 +92,8 @@ def test_mini_batches_are_of_trajectories_and_as_many(factory, epochs):
         assert actor.loop.num_steps(data) == 4 * epochs
         return gradients_of(factory.engine, lambda: actor.update_policy(data))[1]
 
-    of_turns, of_trajectories = gradients(batch), gradients(cases.whole(batch))
+    of_turns = gradients(batch)
+    of_trajectories = gradients(cases.whole(batch))
     assert len(of_turns) == len(of_trajectories) == 4 * epochs
     for gradient, expected in zip(of_turns, of_trajectories, strict=True):
         assert_same_gradients(gradient, expected, tolerance=1e-6)

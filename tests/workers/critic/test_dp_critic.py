@@ -18,7 +18,8 @@ def reference_values(critic, model_path, batch):
     backbone = AutoModel.from_pretrained(model_path, attn_implementation="eager")
     head = torch.nn.Linear(16, 1)
     head.load_state_dict(critic.engine.module.value_head.state_dict())
-    mask, rows = batch.batch["response_mask"], []
+    mask = batch.batch["response_mask"]
+    rows = []
     for ids, attention in zip(batch.batch["input_ids"], batch.batch["attention_mask"], strict=True):
         values = head(backbone(ids[attention.bool()][None]).last_hidden_state)[0, :-1, 0]
         response = int(attention[-mask.shape[1] :].sum())
@@ -27,7 +28,8 @@ def reference_values(critic, model_path, batch):
 
 
 def test_values_are_of_the_state_before_each_sampled_token(model_path):
-    critic, batch = make_critic(make_config(model_path)), make_batch()
+    critic = make_critic(make_config(model_path))
+    batch = make_batch()
     values = critic.compute_values(batch)
     torch.testing.assert_close(values, reference_values(critic, model_path, batch)[2], rtol=1e-4, atol=1e-6)
     assert values[batch.batch["response_mask"] == 0].abs().max() == 0 and values.abs().max() > 0

@@ -59,7 +59,8 @@ def test_a_resumed_run_takes_its_settings_from_the_configuration_and_its_state_f
         overrides = [f"actor_rollout_ref.actor.optim.{value}" for value in values]
         return make_actor(scheduled_config(model_path, *overrides))
 
-    actor, resumed = actor_with(0.01, [0.9, 0.999], 0.01), actor_with(0.002, [0.8, 0.95], 0.1)
+    actor = actor_with(0.01, [0.9, 0.999], 0.01)
+    resumed = actor_with(0.002, [0.8, 0.95], 0.1)
     for seed in range(3):
         actor.update_policy(make_batch(seed=seed))
     save(actor.engine, tmp_path)

@@ -74,7 +74,8 @@ def test_log_probs_in_one_pass_are_those_of_logits_in_many(monkeypatch, most, dt
     monkeypatch.setattr(cpu_layers, "_MOST_LOGITS", most)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in ((150, 16), (50, 16))]
-    labels, pull = torch.randint(0, 50, (150,), generator=generator), torch.randn(2, 150, generator=generator)
+    labels = torch.randint(0, 50, (150,), generator=generator)
+    pull = torch.randn(2, 150, generator=generator)
     results = []
     for log_prob in (linear_log_prob, cpu_log_prob):
         hidden, weight = (x.clone().requires_grad_() for x in inputs)
@@ -90,7 +91,8 @@ def test_log_probs_in_one_pass_are_those_of_logits_in_many(monkeypatch, most, dt
 def test_attention_in_bfloat16_is_near_that_in_float32(window):
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(heads, 150, 32, generator=generator).bfloat16() for heads in (4, 1, 1)]
-    pull, results = torch.randn(4, 150, 32, generator=generator).bfloat16(), []
+    pull = torch.randn(4, 150, 32, generator=generator).bfloat16()
+    results = []
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (x.to(dtype).requires_grad_() for x in inputs)
         out = causal_attention(query, key, value, torch.arange(150), 0.18, window)
@@ -103,10 +105,12 @@ def test_attention_in_bfloat16_is_near_that_in_float32(window):
 @pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_rollout_and_trainer_agree_in_bfloat16(model_path):
     """On the token that the engine samples after each trajectory."""
-    actor, batch = make_actor(make_config(model_path, sharded_ranks.BF16)), make_batch()
+    actor = make_actor(make_config(model_path, sharded_ranks.BF16))
+    batch = make_batch()
     engine = NativeEngine(actor.engine.module.model.config, 8, 64, torch.bfloat16, block_size=8)
     engine.load_weights(actor.engine.weights(), version=1)
-    ids, lengths = batch.batch["input_ids"], batch.batch["attention_mask"].sum(1).tolist()
+    ids = batch.batch["input_ids"]
+    lengths = batch.batch["attention_mask"].sum(1).tolist()
     last = [int(row.nonzero()[-1]) for row in batch.batch["attention_mask"]]
     rows = {
         engine.open(ids[row, end - length + 1 : end].tolist(), SamplingParams(1, seed=row)): row

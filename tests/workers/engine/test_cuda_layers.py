@@ -30,7 +30,9 @@ CONFIGS = {
 def compiles(monkeypatch):
     """Any model is large enough, and Triton is there; functions are traced, and run by torch as it is."""
     monkeypatch.setattr(cuda_layers, "FEWEST_PARAMETERS", 0)
-    find_spec, real, calls = importlib.util.find_spec, torch.compile, []
+    find_spec = importlib.util.find_spec
+    real = torch.compile
+    calls = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton" or find_spec(name))
 
     def traced(function, **options):

@@ -9,7 +9,9 @@ from tiny_training import make_actor, make_config
 def test_nested_blocks_move_weights_and_state_once(model_path):
     engine = make_actor(make_config(model_path)).engine
     engine.offloads_params = engine._offloads_optimizer = True
-    moves, module_to, move_optimizer = [], engine.module.to, engine._move_optimizer
+    moves = []
+    module_to = engine.module.to
+    move_optimizer = engine._move_optimizer
 
     def move_module(device):
         moves.append("weights")
@@ -19,7 +21,8 @@ def test_nested_blocks_move_weights_and_state_once(model_path):
         moves.append("state")
         move_optimizer(device)
 
-    engine.module.to, engine._move_optimizer = move_module, move_state
+    engine.module.to = move_module
+    engine._move_optimizer = move_state
     with engine.loaded():
         with engine.loaded(optimizer=True):
             assert moves == ["weights", "state"]

@@ -52,7 +52,8 @@ def micro_batch(share=True):
     mask[:2, 8] = 1
     mask[3] = 0
     attention = torch.ones_like(ids)
-    attention[2, 15:], mask[2, 11:] = 0, 0
+    attention[2, 15:] = 0
+    mask[2, 11:] = 0
     positions = torch.arange(20).expand(4, 20)
     batch = {"input_ids": ids, "attention_mask": attention, "position_ids": positions, "response_mask": mask}
     return pack_rows(batch, range(4), "cpu")
@@ -84,7 +85,8 @@ def test_loss_and_gradient_are_those_of_the_whole_layer(name, is_critic, saves_m
 
 
 def test_a_pass_without_loss_tokens_gives_zero_gradients_not_none():
-    module, part = build(CONFIGS["qwen2"]), micro_batch()
+    module = build(CONFIGS["qwen2"])
+    part = micro_batch()
     row = {
         "input_ids": part.input_ids,
         "attention_mask": torch.ones_like(part.input_ids),

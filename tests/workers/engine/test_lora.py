@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine.loading import load_policy, load_value_model
 
-RANK, ALPHA = 3, 12
+RANK = 3
+ALPHA = 12
 LORA = [f"actor_rollout_ref.model.lora_rank={RANK}", f"actor_rollout_ref.model.lora_alpha={ALPHA}"]
 
 
@@ -91,7 +92,8 @@ def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_matrixs(model_path,
 @pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_the_weight_stream_is_base_plus_the_scaled_product_under_plain_names(model_path):
     actor = lora_actor(model_path)
-    before, expected = base_weights(actor.engine), merged_by_hand(actor.engine)
+    before = base_weights(actor.engine)
+    expected = merged_by_hand(actor.engine)
     stream = dict(actor.engine.weights())
     assert list(stream) == [n for n, _ in AutoModelForCausalLM.from_pretrained(model_path).named_parameters()]
     for name, tensor in stream.items():

@@ -56,7 +56,8 @@ def test_muon_takes_the_steps_of_its_formula(shape):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(shape))
     optimizer = build_optimizer([weight], BLOCK, matrices=[weight])
-    value, average = weight.tolist(), [[0.0] * shape[1] for _ in range(shape[0])]
+    value = weight.tolist()
+    average = [[0.0] * shape[1] for _ in range(shape[0])]
     size = 0.1 * 0.2 * math.sqrt(max(shape))
     for _ in range(3):
         weight.grad = torch.randn(shape)

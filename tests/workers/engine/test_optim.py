@@ -32,12 +32,15 @@ def rates(num_steps, **changes):
 def test_adamw_takes_the_steps_of_its_formula():
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = build_optimizer([parameter], BLOCK)
-    value, m, v = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
+    value = [1.0, -2.0]
+    m = [0.0, 0.0]
+    v = [0.0, 0.0]
     for step, gradient in enumerate([(0.5, -1.0), (0.25, 2.0), (-3.0, 0.0)], start=1):
         parameter.grad = torch.tensor(gradient)
         optimizer.step()
         for i, g in enumerate(gradient):
-            m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.99 * v[i] + 0.01 * g * g
+            m[i] = 0.9 * m[i] + 0.1 * g
+            v[i] = 0.99 * v[i] + 0.01 * g * g
             update = (m[i] / (1 - 0.9**step)) / ((v[i] / (1 - 0.99**step)) ** 0.5 + 1e-8)
             value[i] = value[i] * (1 - 0.1 * 0.02) - 0.1 * update
     assert parameter.tolist() == pytest.approx(value, rel=1e-5)

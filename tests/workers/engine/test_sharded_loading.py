@@ -115,7 +115,8 @@ def load_tied(rank, world_size, folder, keeps_head):
     torch.distributed.barrier()
     module = engine_of(folder, True, False, -1).module
     assert module.unread is not None
-    embedding, head = module.model.get_input_embeddings().weight, module.model.get_output_embeddings().weight
+    embedding = module.model.get_input_embeddings().weight
+    head = module.model.get_output_embeddings().weight
     assert embedding is head
     if rank == 0:
         saved = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]

@@ -42,11 +42,13 @@ def test_rule_10_what_is_written_in_the_background_is_the_state_before_the_next_
 ):
     base = write_model(tmp_path / "base", tied)
     config = make_config(base, f"actor_rollout_ref.model.lora_rank={lora_rank}")
-    actor, tokenizer = make_actor(config), AutoTokenizer.from_pretrained(base)
+    actor = make_actor(config)
+    tokenizer = AutoTokenizer.from_pretrained(base)
     actor.update_policy(make_batch(seed=1))
     save(actor.engine, tmp_path / "at once")
     save_hf(actor.engine, tmp_path / "at once hf", tokenizer, base)
-    late, hf = tmp_path / "late", tmp_path / "late" / "huggingface"
+    late = tmp_path / "late"
+    hf = tmp_path / "late" / "huggingface"
     snapshots = [actor.engine.snapshot(late), actor.engine.snapshot_hf(hf, tokenizer, base, late)]
     writer.write(snapshots, late, background=True)
     going_on = [actor.update_policy(make_batch(seed=seed)) for seed in (2, 3)]

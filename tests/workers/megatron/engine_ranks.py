@@ -215,7 +215,9 @@ def noting_sums(begun):
 
     from verl.workers.megatron import optimizer
 
-    waits, start, finish = [], Buckets.start_grad_sync, Buckets.finish_grad_sync
+    waits = []
+    start = Buckets.start_grad_sync
+    finish = Buckets.finish_grad_sync
 
     def begin(*args, **kwargs):
         begun.append(bool(waits))

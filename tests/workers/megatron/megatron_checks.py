@@ -12,12 +12,15 @@ CPU = torch.device("cpu")
 def log_probs(rank, world_size, chunk_rows, temperature):
     """Of a vocabulary that the ranks share unevenly: outputs and gradients of the whole matrix."""
     torch.manual_seed(0)
-    vocabulary, rows = 17, -(-17 // world_size)
-    hidden, weight = torch.randn(11, 6), torch.randn(vocabulary, 6)
+    vocabulary = 17
+    rows = -(-17 // world_size)
+    hidden = torch.randn(11, 6)
+    weight = torch.randn(vocabulary, 6)
     labels = torch.randint(vocabulary, (11,))
     padding = torch.full((rows * world_size - vocabulary, 6), 100.0)  # would win, if it took part
     own = torch.cat([weight, padding])[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    mine, whole = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    mine = hidden.clone().requires_grad_()
+    whole = hidden.clone().requires_grad_()
     weight.requires_grad_()
     shared = dist.group.WORLD, vocabulary
     got = linear_log_prob(mine, own, labels, temperature, True, True, chunk_rows, *shared)
@@ -44,7 +47,9 @@ def own_slices(rank, world_size, folder):
     from verl.workers.megatron.model import build_model, initial_weights
     from verl.workers.megatron.settings import ParallelSizes
 
-    sizes, block, num_read = ParallelSizes(tensor=2), {"path": folder}, 0
+    sizes = ParallelSizes(tensor=2)
+    block = {"path": folder}
+    num_read = 0
     built = build_model(block, sizes, CPU, torch.float32)
     read = initial_weights(block, built)
 

@@ -146,7 +146,8 @@ def run_case(folder, case):
             case.is_policy,
         )
     assert built.config.bias_activation_fusion == case.fuses
-    replica, num_replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    replica = mpu.get_data_parallel_rank()
+    num_replicas = mpu.get_data_parallel_world_size()
     result = Result(replica)
     parts = micro_batches()[replica::num_replicas]
 

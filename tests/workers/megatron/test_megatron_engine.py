@@ -97,7 +97,8 @@ def test_a_hugging_face_folder_holds_the_whole_weights(four, folder, moment):
     """Written from the engine, and from its checkpoint of before the last update."""
     name = "actor, TP 2 x PP 2, qwen2 tied"
     model = AutoModelForCausalLM.from_pretrained(four[0] / name / folder)
-    saved, weights = dict(model.named_parameters()), getattr(four[1][0][name], moment)
+    saved = dict(model.named_parameters())
+    weights = getattr(four[1][0][name], moment)
     assert saved.keys() == weights.keys()
     for key, tensor in weights.items():
         assert torch.equal(saved[key], tensor)
@@ -117,7 +118,8 @@ def test_a_reference_is_reset_and_comes_back_from_a_checkpoint_of_either_kind(fo
 
 
 def test_weights_that_are_computed_with_in_bf16_are_trained_in_fp32(one, four):
-    expected, result = one[1]["qwen3 untied", "actor"], four[1][0]["actor, bf16"]
+    expected = one[1]["qwen3 untied", "actor"]
+    result = four[1][0]["actor, bf16"]
     for name, tensor in expected.start.items():
         assert torch.equal(result.start[name], tensor)  # not rounded
     assert not torch.equal(result.before, expected.before)

@@ -75,7 +75,8 @@ class ContextRunner:
 
     def step(self, batch: StepBatch, rows: SamplingRows) -> Sampled:
         assert self._pool is not None and self._version is not None
-        num_rows, num_decode = len(batch.token_ids), batch.num_decode
+        num_rows = len(batch.token_ids)
+        num_decode = batch.num_decode
         assert num_rows and len(batch.positions) == len(batch.places) == num_rows
         assert batch.places.min() >= 0 and batch.places.max() < len(self._pool)
         self._pool[batch.places, 0] = batch.token_ids
@@ -101,7 +102,8 @@ class ContextRunner:
         return Sampled(*draw(logits(hashes[which], np.full(len(which), self._version)), rows))
 
     def _check_rows(self, batch: StepBatch) -> None:
-        size, num_decode = self.block_size, batch.num_decode
+        size = self.block_size
+        num_decode = batch.num_decode
         blocks = -(-batch.decode_lengths // size)
         beyond = np.arange(batch.decode_tables.shape[1]) >= blocks[:, None]
         assert batch.decode_tables.dtype == np.int32 and not batch.decode_tables[beyond].any()
@@ -121,7 +123,8 @@ class ContextRunner:
     ) -> np.ndarray:
         """The hash of each sequence's context, uint64 [D + spans]."""
         assert self._pool is not None
-        size, num_decode = self.block_size, batch.num_decode
+        size = self.block_size
+        num_decode = batch.num_decode
         longest = int(lengths.max())
         tables = np.zeros((len(lengths), -(-longest // size)), dtype=np.int64)
         width = min(tables.shape[1], batch.decode_tables.shape[1])

@@ -152,7 +152,8 @@ class Schedule:
         parked = [session_id for session_id, trajectory in self.live.items() if not trajectory.active]
         if not parked:
             return
-        params, observation = self._params(), self.rng.choice([*self.observations, self._some(0, 5)])
+        params = self._params()
+        observation = self.rng.choice([*self.observations, self._some(0, 5)])
         for session_id in self.rng.sample(parked, self.rng.choice([1, 1, len(parked)])):
             self.engine.resume(session_id, observation, params)
             trajectory = self.live[session_id]
@@ -165,10 +166,12 @@ class Schedule:
             self._forget(self.rng.choice(list(self.live)))
 
     def _forget(self, session_id: int) -> None:
-        trajectory, partial = self.live.pop(session_id), self.engine.partial(session_id)
+        trajectory = self.live.pop(session_id)
+        partial = self.engine.partial(session_id)
         if trajectory.active:
             turn = trajectory.turns[-1]
-            turn.tokens, turn.log_probs = partial.token_ids, partial.log_probs
+            turn.tokens = partial.token_ids
+            turn.log_probs = partial.log_probs
             trajectory.tokens += turn.tokens
             if turn.tokens:
                 assert partial.version_first == versions(turn)[0]
@@ -220,7 +223,8 @@ class Schedule:
         active = sum(trajectory.active for trajectory in self.live.values())
         assert self.engine.has_runnable == (active > 0)
         completions = self.engine.step()
-        stats, before = self.engine.stats(), self.progress
+        stats = self.engine.stats()
+        before = self.progress
         self.progress = stats["generated_tokens"] + stats["prefilled_tokens"]
         assert completions or self.progress > before or not active, "a step did nothing"
         for completion in completions:
@@ -228,8 +232,10 @@ class Schedule:
             turn = trajectory.turns[-1]
             assert trajectory.active
             trajectory.active = False
-            turn.completion, turn.tokens = completion, completion.token_ids
-            turn.log_probs, turn.model_log_probs = completion.log_probs, completion.model_log_probs
+            turn.completion = completion
+            turn.tokens = completion.token_ids
+            turn.log_probs = completion.log_probs
+            turn.model_log_probs = completion.model_log_probs
             trajectory.tokens += turn.tokens
             self._check_end(turn)
 
@@ -261,7 +267,10 @@ def check_alone(trajectories: list[Trajectory]) -> int:
     A plain reference needs no loop here: if every token is what the model alone samples after the tokens
     before it, the whole is.
     """
-    hashes, weights, seeds, counters = [], [], [], []
+    hashes = []
+    weights = []
+    seeds = []
+    counters = []
     turns = [(trajectory, turn) for trajectory in trajectories for turn in trajectory.turns]
     for trajectory in trajectories:
         tokens = np.array(trajectory.tokens, dtype=np.int64)

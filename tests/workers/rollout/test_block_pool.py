@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from verl.workers.rollout.native.block_pool import ROOT, BlockPool, KnownBlock
 
-A, B, C = b"aaaa", b"bbbb", b"cccc"
+A = b"aaaa"
+B = b"bbbb"
+C = b"cccc"
 
 
 def test_contents_are_found_after_release_until_the_block_is_taken() -> None:

@@ -156,5 +156,6 @@ def test_auto_is_vllm_on_cuda_where_it_is_installed_and_for_servers_else_native(
         assert engine_name(rollout, "cuda:0") == on_cuda and engine_name(rollout, "cpu") == "native"
     rollout.name = "native"
     assert engine_name(rollout, "cuda") == "native"
-    rollout.name, rollout.placement = "auto", "apart"
+    rollout.name = "auto"
+    rollout.placement = "apart"
     assert engine_name(rollout, "cpu") == "vllm"

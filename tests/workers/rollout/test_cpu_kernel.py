@@ -98,7 +98,11 @@ def test_a_kernel_rounds_alike_where_it_was_compiled_and_where_it_is_loaded(tmp_
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 37])
 def test_decode_attention_reads_the_blocks_of_each_sequence(dtype: torch.dtype, window: int | None) -> None:
-    lengths, block_size, heads, kv_heads, size = [1, 5, 131, 64, 500], 13, 6, 2, 20
+    lengths = [1, 5, 131, 64, 500]
+    block_size = 13
+    heads = 6
+    kv_heads = 2
+    size = 20
     per_row = -(-max(lengths) // block_size)
     order = np.random.default_rng(0).permutation(per_row * len(lengths)).astype(np.int32)
     tables = order.reshape(len(lengths), per_row)
@@ -137,12 +141,10 @@ def test_decode_attention_reads_the_blocks_of_each_sequence(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_add_what_they_are_given_first(dtype: torch.dtype) -> None:
-    x, delta, weight, other = (
-        _random(5, 37),
-        _random(5, 37, dtype=dtype, seed=1),
-        _random(37),
-        _random(37, seed=2),
-    )
+    x = _random(5, 37)
+    delta = _random(5, 37, dtype=dtype, seed=1)
+    weight = _random(37)
+    other = _random(37, seed=2)
     expected_x = x + delta.float()
     normed = torch.zeros(5, 37, dtype=dtype)
     found_x = x.clone()

@@ -203,7 +203,8 @@ def test_pools_take_memory_as_they_are_used_and_give_it_back(dtype: torch.dtype)
     engine = make_engine(
         make_model(), kv_budget_bytes=budget, max_model_len=1024, max_num_seqs=8, dtype=dtype
     )
-    before, turns = resident(), set()
+    before = resident()
+    turns = set()
     for _ in range(3):  # it sleeps and wakes in each step of training
         turns.add(tuple(generate(engine, [[1, 2, 3]], SamplingParams(12, seed=7))[0].token_ids))
         assert resident() - before < budget / 8

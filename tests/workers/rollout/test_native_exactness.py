@@ -84,7 +84,8 @@ def _run_through_updates(name: str, num_prompts: int) -> None:
     for version in range(2, 6):
         completions = generate(engine, prompts, params)
         references = _reference(model, prompts, completions)
-        before, expected = expected, _log_probs(completions, references)
+        before = expected
+        expected = _log_probs(completions, references)
         assert float((before - expected).abs().max()) > 0.01  # the update did change the model
         _check_greedy(completions[:num_prompts], references[:num_prompts])
         for ours in ([c.log_probs for c in completions], [c.model_log_probs for c in completions]):
@@ -140,7 +141,8 @@ def test_200_prompts_are_near_in_bfloat16_and_nearer_than_the_reference_itself(n
 )
 def test_sampled_tokens_pass_a_chi_square_test(name: str, values: dict[str, float]) -> None:
     count = 4000
-    model, prompt = make_model(name), [4, 8, 15]
+    model = make_model(name)
+    prompt = [4, 8, 15]
     engine = make_engine(model, max_num_seqs=500)
     params = [SamplingParams(1, seed=seed, **values) for seed in range(count)]
     completions = generate(engine, [prompt] * count, params)

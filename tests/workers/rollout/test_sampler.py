@@ -75,7 +75,8 @@ def test_inverse_cdf_is_where_the_running_sum_passes_u(vocab: int) -> None:
     running = probs.double().cumsum(-1)
     token = inverse_cdf(probs, uniform)[:, None]
     assert (probs.gather(1, token) > 0).all()
-    target, slack = uniform[:, None] * running[:, -1:], 1e-6 * running[:, -1:]
+    target = uniform[:, None] * running[:, -1:]
+    slack = 1e-6 * running[:, -1:]
     assert (running.gather(1, token) > target - slack).all()
     assert (running.gather(1, token) - probs.double().gather(1, token) <= target + slack).all()
 
@@ -102,7 +103,8 @@ def _reference(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
     order = sorted(range(len(logits)), key=lambda i: -float(logits[i]))
     kept = order[:top_k] if top_k > 0 else order
     probs = dict(zip(kept, logits[kept].double().softmax(-1).tolist(), strict=True))
-    nucleus, mass = [], 0.0
+    nucleus = []
+    mass = 0.0
     for token in kept:
         if mass < top_p:
             nucleus.append(token)
@@ -156,8 +158,11 @@ def test_greedy_rows_take_the_largest_logit_and_report_the_plain_softmax(draw: D
 def test_both_samplers_draw_the_same_tokens(vocab: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(500, vocab, generator=torch.Generator().manual_seed(6))).to(dtype)
     rows = sampling_rows(500)
-    rows.temperature[::3], rows.temperature[1::7] = 0.6, 0.0
-    rows.top_k[::4], rows.top_p[::5], rows.min_p[::6] = 5, 0.8, 0.1
+    rows.temperature[::3] = 0.6
+    rows.temperature[1::7] = 0.0
+    rows.top_k[::4] = 5
+    rows.top_p[::5] = 0.8
+    rows.min_p[::6] = 0.1
     expected = sampler.draw(logits.float().clone(), rows)
     drawn = _compiled(logits, rows)
     same = drawn[0] == expected[0]

@@ -109,7 +109,8 @@ def test_when_blocks_run_out_the_youngest_is_preempted_and_computed_again() -> N
     owner = engine(max_num_seqs=3, num_blocks=12)
     contexts = [prompt(11, seed=seed) for seed in range(3)]
     ids = [owner.open(context, greedy(25)) for context in contexts]
-    steps, ended = 0, {}
+    steps = 0
+    ended = {}
     while owner.has_runnable:
         steps += 1
         for completion in owner.step():

@@ -43,7 +43,8 @@ def varlen_by_the_book(
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "mistral-sliding-tied"])
 def test_bfloat16_is_rounded_where_a_trainer_under_autocast_rounds_it(name, monkeypatch):
-    model, prompts = make_model(name), random_prompts(40, 60)
+    model = make_model(name)
+    prompts = random_prompts(40, 60)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())

@@ -155,7 +155,8 @@ def dispatch_call(
     functions = (
         dispatch_mode if isinstance(dispatch_mode, Mapping) else get_predefined_dispatch_fn(dispatch_mode)
     )
-    dispatch_fn, collect_fn = functions["dispatch_fn"], functions["collect_fn"]
+    dispatch_fn = functions["dispatch_fn"]
+    collect_fn = functions["collect_fn"]
     assert dispatch_fn is not None
     dispatched = dispatch_fn(group, *args, **kwargs)
     if isinstance(dispatched, Dispatched):

@@ -77,7 +77,8 @@ class Worker:
         if missing:
             raise ValueError(f"{' and '.join(missing)} must be set to join {self.world_size} processes")
         timeout = timedelta(seconds=timeout_seconds)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             rank=self.rank,

@@ -91,7 +91,8 @@ class ResourcePool:
 
     def variables(self, address: str, port: int) -> list[dict[str, str]]:
         """The environment of each rank's `Worker`; address and port: of the store in which the ranks meet."""
-        meeting, told = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}, []
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        told = []
         for rank, (node, local_rank) in enumerate(self.places):
             place = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank}
             place["LOCAL_WORLD_SIZE"] = self.process_on_nodes[node]
@@ -133,9 +134,11 @@ class WorkerGroup:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             dispatched = dispatch_call(registration.dispatch_mode, self, args, kwargs)
-            calls, collect = dispatched.calls, dispatched.collect
+            calls = dispatched.calls
+            collect = dispatched.collect
             if rank_zero:
-                calls, collect = calls[:1], itemgetter(0)
+                calls = calls[:1]
+                collect = itemgetter(0)
             future = DataProtoFuture(self._start(method, calls), self._resolver(method), collect)
             return future.get() if registration.blocking else future
 

@@ -102,7 +102,8 @@ class RankProcess:
 
     def locate(self) -> RankPlace:
         """Where this rank lives; all ranks meet in rank 0's store, whose port the system picks."""
-        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        address = ray.util.get_node_ip_address()
+        node = ray.get_runtime_context().get_node_id()
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         return RankPlace(os.getpid(), socket.gethostname(), address, node, self.store.port)
 
@@ -147,7 +148,8 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     def _create_actors(self, pool: RayResourcePool, place: PlacementGroup) -> list[Any]:
-        actors, variables = [], {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
+        actors = []
+        variables = {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
         for node, _ in pool.places:
             strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=node)
             actor_cls = ray.remote(RankProcess).options(
@@ -165,7 +167,8 @@ class RayWorkerGroup(WorkerGroup):
         self._rank_places = self._resolver("its start")([actor.locate.remote() for actor in self._actors])
         several_nodes = len({place.node for place in self._rank_places}) > 1
         first = self._rank_places[0]
-        places, refs = pool.variables(first.address, first.port), []
+        places = pool.variables(first.address, first.port)
+        refs = []
         for actor, place in zip(self._actors, places, strict=True):
             refs.append(actor.make_worker.remote(cls_with_init, secret_variables() | place, several_nodes))
         self._resolver("__init__")(refs)
@@ -180,8 +183,10 @@ class RayWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """Lets each worker close (a few seconds at most), then ends the processes and frees their places."""
-        actors, self._actors = self._actors, []
-        place, self._placement_group = self._placement_group, None
+        actors = self._actors
+        self._actors = []
+        place = self._placement_group
+        self._placement_group = None
         if not ray.is_initialized():  # the session ended first, and the actors with it
             return
         if actors:

@@ -29,7 +29,8 @@ from verl.single_controller.ray.session import last_lines_seen
 _SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explains the errors of the others
 _SECONDS_TO_MISS_A_NODE = 40.0  # after an error of the network: Ray notices the loss of a node by its silence
 _SECONDS_FOR_LAST_LINES = 1.0  # that what a process wrote takes to the driver
-_LONGEST_LINE, _LONGEST_ERROR = 300, 600
+_LONGEST_LINE = 300
+_LONGEST_ERROR = 600
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
     """The values of one call's object references, of rank 0, 1, ...; raises at the first error of any rank.
     places: of the ranks, as far as they are known.
     """
-    pending, values, errors = list(refs), {}, dict[Any, Exception]()
+    pending = list(refs)
+    values = {}
+    errors = dict[Any, Exception]()
 
     def wait(timeout: float | None) -> list[Any]:
         """Fetches what comes next; returns the references that are still out."""
@@ -70,13 +73,15 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
     while pending and not any(map(_is_death, errors.values())) and (left := end - time.monotonic()) > 0:
         pending = wait(left)
     rank = min((refs.index(ref) for ref in errors), key=lambda r: not _is_death(errors[refs[r]]))
-    error, who = errors[refs[rank]], f"rank {rank} of worker group {group!r}"
+    error = errors[refs[rank]]
+    who = f"rank {rank} of worker group {group!r}"
     if _is_death(error) and not isinstance(error, RayTaskError):
         place = places[rank] if rank < len(places) else None
         raise WorkerDiedError(describe_death(who, place, method, error)) from error
     if not isinstance(error, RayTaskError) or not isinstance(error.cause, Exception):
         raise error
-    cause, failed = error.cause, WorkerFailedError(f"{who} failed in {method}:\n{error}")
+    cause = error.cause
+    failed = WorkerFailedError(f"{who} failed in {method}:\n{error}")
     if isinstance(cause, WorkerDiedError):
         raise cause
     if _peer_gone(error):

@@ -22,7 +22,8 @@ from verl.workers.megatron import check_installed
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-_FILTER, _ESTIMATOR = "algorithm.filter_groups", "algorithm.adv_estimator"
+_FILTER = "algorithm.filter_groups"
+_ESTIMATOR = "algorithm.adv_estimator"
 _TEACHER = "actor_rollout_ref.teacher.path"
 
 
@@ -56,7 +57,8 @@ def settings_without_effect(config: Config) -> list[str]:
     """A line for each key that is set to something else than its default and has no meaning beside the
     others, and for an aggregation that the loss is not meant for.
     """
-    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    actor = config.actor_rollout_ref.actor
+    trainer = config.trainer
     unread: dict[str, str] = {}  # key -> why
     if actor.use_dynamic_bsz:
         why = f"passes are formed by tokens. Set {ACTOR}.use_dynamic_bsz=false."
@@ -126,8 +128,12 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
 
     Which passes an estimator needs is asked of `Passes`, so that one of the user's own is checked like ours.
     """
-    algorithm, rollout, reward = config.algorithm, config.actor_rollout_ref.rollout, config.reward_model
-    name, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    algorithm = config.algorithm
+    rollout = config.actor_rollout_ref.rollout
+    reward = config.reward_model
+    name = algorithm.adv_estimator
+    keys = algorithm.gdpo_reward_keys
+    weights = algorithm.gdpo_reward_weights
     if name in ("rloo", "grpo_passk") and rollout.n * rollout.n_agent < 2 and not config.trainer.val_only:
         raise ValueError(
             f"Found a group of 1 with {_ESTIMATOR}={name}, which compares the answers to one question; "
@@ -173,7 +179,8 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
 
 def _check_step_wise(config: Config, passes: Passes) -> None:
     """What `rollout.step_wise` refuses: what is computed over a trajectory's tokens across its turns."""
-    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    algorithm = config.algorithm
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     name = algorithm.adv_estimator
     sums_kl = passes.greedy_rollouts and passes.kl_in_reward
     if is_token_wise(name) or passes.values or sums_kl:
@@ -192,7 +199,8 @@ def _check_step_wise(config: Config, passes: Passes) -> None:
 
 
 def _check_filter(config: Config, passes: Passes) -> None:
-    groups, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
+    groups = config.algorithm.filter_groups
+    rollout = config.actor_rollout_ref.rollout
     if not groups.enable and groups.metric is not None:
         raise refusal(config, f"{_FILTER}.metric", f" without {_FILTER}.enable=true; expected both.")
     if not groups.enable:
@@ -220,7 +228,8 @@ def check_megatron(config: Config, passes: Passes) -> None:
     Read from the configuration and the models' config.json alone. What only the worker can see (a model on
     the hub) is checked there again.
     """
-    block, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    block = config.actor_rollout_ref
+    actor = config.actor_rollout_ref.actor
     if actor.strategy != "megatron":
         for size in SIZES:
             if actor.megatron[size] > 1:

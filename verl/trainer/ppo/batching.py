@@ -65,7 +65,8 @@ def attention_length(config: PretrainedConfig) -> float:
     inner matrices is taken to have the usual 4 times its own.
     """
     text = config.get_text_config()
-    width, heads = text.hidden_size, text.num_attention_heads
+    width = text.hidden_size
+    heads = text.num_attention_heads
     head_width = getattr(text, "head_dim", None) or width // heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     inner_width = getattr(text, "intermediate_size", None) or 4 * width
@@ -97,14 +98,16 @@ def balanced_parts(
     def filled(units: Sequence[list[int]]) -> list[list[int]]:
         """The dearest unit goes to the cheapest part that has room for it, else in pieces to several."""
         parts: list[list[int]] = [[] for _ in range(num_parts)]
-        totals, costs = [0.0] * num_parts, [cost_of(unit) for unit in units]
+        totals = [0.0] * num_parts
+        costs = [cost_of(unit) for unit in units]
         for index in sorted(range(len(units)), key=lambda i: (-costs[i], units[i])):
             rows = units[index]
             while rows:
                 free = [room - len(part) for part in parts]
                 fits = [k for k in range(num_parts) if free[k] >= len(rows)]
                 best = min(fits or [k for k in range(num_parts) if free[k]], key=lambda k: (totals[k], k))
-                piece, rows = rows[: free[best]], rows[free[best] :]
+                piece = rows[: free[best]]
+                rows = rows[free[best] :]
                 parts[best] += piece
                 totals[best] += cost_of(piece)
         return parts

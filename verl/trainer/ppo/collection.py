@@ -33,9 +33,14 @@ from verl.utils.dataset.mixture import Mixture
 from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset
 from verl.verifiers.registry import verifier_metrics
 
-TRAIN_STREAM, VALIDATION_STREAM, AHEAD_STREAM = 0, 1, 2
-KEPT, CUT = "kept", "cut"  # finish reasons of trajectories that a round did not wait for
-PARTIAL_GROUPS_FILE, HISTORY_FILE = "partial_groups.pkl", "prompt_history.npz"
+TRAIN_STREAM = 0
+VALIDATION_STREAM = 1
+AHEAD_STREAM = 2
+# finish reasons of trajectories that a round did not wait for
+KEPT = "kept"
+CUT = "cut"
+PARTIAL_GROUPS_FILE = "partial_groups.pkl"
+HISTORY_FILE = "prompt_history.npz"
 
 
 def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_: int = 0) -> torch.Tensor:
@@ -65,7 +70,8 @@ def without_padding(batch: DataProto) -> DataProto:
     """The batch without the columns that are padding in every row, on both sides of its tensors. Reads
     prompt_length and response_length.
     """
-    width, prompt_width = batch.tensors["attention_mask"].shape[1], batch.tensors["prompts"].shape[1]
+    width = batch.tensors["attention_mask"].shape[1]
+    prompt_width = batch.tensors["prompts"].shape[1]
     first = prompt_width - int(batch.tensors["prompt_length"].max())
     end = prompt_width + max(int(batch.tensors["response_length"].max()), 1)
     narrow = batch.select()
@@ -97,8 +103,12 @@ class TrajectoryCollector:
         trajectory_metrics: Callable[[list[dict[str, Any]]], dict[str, float]],
         say: Callable[[str], None],
     ) -> None:
-        self.config, self.passes, self.dataset, self.sampler = config, passes, dataset, sampler
-        self.trajectory_metrics, self.say = trajectory_metrics, say
+        self.config = config
+        self.passes = passes
+        self.dataset = dataset
+        self.sampler = sampler
+        self.trajectory_metrics = trajectory_metrics
+        self.say = say
         self.unfinished: DataProto | None = None  # what `split_unfinished` keeps for the next generation
         self._rounds: list[DataProto] = []  # of this step, scored
         self._batch = DataProto(None)  # all their rows
@@ -122,7 +132,8 @@ class TrajectoryCollector:
             uids = self._batch.non_tensor_batch["uid"]
             self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
             self._chosen = self._informative()
-            num_groups, num_prompts = len(set(uids[self._chosen])), len(set(uids))
+            num_groups = len(set(uids[self._chosen]))
+            num_prompts = len(set(uids))
             num_fresh = self.sampler.num_fresh(self._asked())
             may_go_on = len(self._rounds) < max_rounds and num_prompts < len(self.dataset)
             may_go_on = may_go_on and self.sampler.num_left >= wanted and num_fresh > 0
@@ -156,7 +167,8 @@ class TrajectoryCollector:
 
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
-        rollout, number = self.config.actor_rollout_ref.rollout, len(self._rounds)
+        rollout = self.config.actor_rollout_ref.rollout
+        number = len(self._rounds)
         try:
             indices = self.sampler.take(count, sorted(self._asked()))
             prompts = self._answered(indices, f"step{step}.{number}" if number else f"step{step}")
@@ -201,7 +213,8 @@ class TrajectoryCollector:
 
     def _answered(self, indices: Sequence[int], uid_prefix: str) -> DataProto:
         """Rows of the dataset, each as often as it is answered. DataFailed."""
-        rollout, rows = self.config.actor_rollout_ref.rollout, [self.dataset[i] for i in indices]
+        rollout = self.config.actor_rollout_ref.rollout
+        rows = [self.dataset[i] for i in indices]
         answers = [row.pop("num_answers", None) or rollout.n_agent * rollout.n for row in rows]
         return prompt_batch(rows, uid_prefix).select_idxs(np.repeat(np.arange(len(rows)), answers))
 
@@ -216,7 +229,9 @@ class TrajectoryCollector:
         """Usable rows of groups whose members differ (`algorithm.filter_groups`), or whose right answers
         differ in searches, if that gives them an advantage (`algorithm.thrift`); [N] bool.
         """
-        algorithm, batch, keys = self.config.algorithm, self._batch, self.passes.reward_keys
+        algorithm = self.config.algorithm
+        batch = self._batch
+        keys = self.passes.reward_keys
         metric = algorithm.filter_groups.metric
         if not algorithm.filter_groups.enable:
             return self._usable
@@ -248,7 +263,8 @@ class TrajectoryCollector:
             seconds: generation time; None if the rows were sampled ahead.
             version: of the policy that is trained; None for the newest one that sampled.
         """
-        batch, chosen = self._batch, self._chosen
+        batch = self._batch
+        chosen = self._chosen
         metrics = self._metrics(seconds)
         if not self._usable.any():
             raise RunStopped("no trajectory of this step has a token to learn from.")
@@ -266,7 +282,8 @@ class TrajectoryCollector:
             share = solved_share(self._batch)
             batch.meta_info["solved_share"] = share
             metrics["thrift/guard"] = share
-        self._rounds, self._batch = [], DataProto(None)
+        self._rounds = []
+        self._batch = DataProto(None)
         return batch, metrics
 
     def greedy_prompts(self, batch: DataProto, step: int) -> DataProto:
@@ -282,9 +299,12 @@ class TrajectoryCollector:
 
     def _metrics(self, seconds: float | None) -> dict[str, float]:
         """Metrics of all trajectories that the step has made, those that are not learnt from too."""
-        batch, usable, algorithm = self._batch, self._usable, self.config.algorithm
+        batch = self._batch
+        usable = self._usable
+        algorithm = self.config.algorithm
         columns = batch.non_tensor_batch
-        records, uids = columns["trajectory"], columns["uid"]
+        records = columns["trajectory"]
+        uids = columns["uid"]
         reasons = [record["finish_reason"] for record in records]
         cut_groups = {uid for uid, reason in zip(uids, reasons, strict=True) if reason == CUT}
         kept = 0 if self.unfinished is None else len(set(self.unfinished.non_tensor_batch["uid"]))
@@ -314,7 +334,8 @@ class TrajectoryCollector:
         if algorithm.overlong_filter:
             metrics["filter/overlong"] = float(reasons.count("length"))
         if algorithm.filter_groups.enable:
-            groups, informative = len(set(uids[usable])), len(set(uids[self._chosen]))
+            groups = len(set(uids[usable]))
+            informative = len(set(uids[self._chosen]))
             metrics |= {
                 "filter/groups": float(groups),
                 "filter/groups_left_out": float(groups - informative),
@@ -400,7 +421,8 @@ class TrajectoryCollector:
 def _scores_by(batch: DataProto, column: str, usable: np.ndarray) -> dict[Any, list[float]]:
     """Value of the column -> scores of its usable rows, before costs and penalties."""
     scores: dict[Any, list[float]] = defaultdict(list)
-    names, extra = batch.non_tensor_batch[column], batch.non_tensor_batch["reward_extra"]
+    names = batch.non_tensor_batch[column]
+    extra = batch.non_tensor_batch["reward_extra"]
     for name, row, is_usable in zip(names, extra, usable, strict=True):
         if is_usable:
             scores[name].append(float(row["score"]))
@@ -451,7 +473,8 @@ def with_greedy_baselines(batch: DataProto, greedy: DataProto) -> tuple[DataProt
     """
     names = greedy.non_tensor_batch["uid"].astype(str)
     row_of = torch.from_numpy(np.searchsorted(names, batch.non_tensor_batch["uid"].astype(str)))
-    outcomes, complete = greedy.tensors["outcome"], greedy.tensors["num_sampled"] > 0
+    outcomes = greedy.tensors["outcome"]
+    complete = greedy.tensors["num_sampled"] > 0
     batch.tensors["reward_baselines"] = outcomes[row_of]
     kept = complete[row_of].numpy()
     if not kept.any():
@@ -471,7 +494,8 @@ def split_unfinished(generated: DataProto) -> tuple[DataProto, DataProto | None]
     Groups are known by uid, wherever their rows were generated. Where no other row is left, nothing is kept:
     what is unfinished is cut, so that the step has something to learn from.
     """
-    records, uids = generated.non_tensor_batch["trajectory"], generated.non_tensor_batch["uid"]
+    records = generated.non_tensor_batch["trajectory"]
+    uids = generated.non_tensor_batch["uid"]
     open_groups = {uid for uid, record in zip(uids, records, strict=True) if record["finish_reason"] == KEPT}
     stays = np.array([uid in open_groups for uid in uids], dtype=bool)
     if not open_groups:

@@ -30,7 +30,8 @@ class FailureWatch:
         """say: takes one line for the user: the first failure of each environment, and one of a generation in
         which all its episodes have failed.
         """
-        self.config, self.say = config, say
+        self.config = config
+        self.say = say
         self._told = set[str]()
 
     def check(self, records: Records) -> None:
@@ -75,7 +76,8 @@ def environment_metrics(records: Records, scores: Sequence[float | None]) -> dic
         rows = [record for record in records if environment_of(record) == name]
         of_all = zip(records, scores, strict=True)
         known = [score for record, score in of_all if environment_of(record) == name and score is not None]
-        reasons, turns = [row["finish_reason"] for row in rows], [len(row["turns"]) for row in rows]
+        reasons = [row["finish_reason"] for row in rows]
+        turns = [len(row["turns"]) for row in rows]
         figures: dict[str, Any] = {"turns": np.mean(turns), "failed": reasons.count("env_failed")}
         figures["unverified"] = reasons.count("unverified")
         if known:

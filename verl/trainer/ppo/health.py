@@ -66,8 +66,10 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
         return float(next((metrics[name] for name in names if name in metrics), math.nan))
 
     seen: dict[str, str] = {}
-    entropy, entropy_first = now("actor/entropy"), early.get("actor/entropy", math.nan)
-    score, score_first = now("critic/score/mean"), early.get("critic/score/mean", math.nan)
+    entropy = now("actor/entropy")
+    entropy_first = early.get("actor/entropy", math.nan)
+    score = now("critic/score/mean")
+    score_first = early.get("critic/score/mean", math.nan)
     if entropy < 0.02:  # nats per token; runs that learned the microworld to 0.9 went down to 0.04
         seen["entropy_gone"] = (
             f"the entropy is {entropy:.2g} nats per token: the policy hardly tries anything else any more, "
@@ -95,7 +97,8 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
             "exploit the reward. Read some trajectories; try a larger KL coefficient or a smaller learning "
             "rate."
         )
-    moved, clipped = abs(now("actor/ppo_kl")), now("actor/pg_clipfrac")
+    moved = abs(now("actor/ppo_kl"))
+    clipped = now("actor/pg_clipfrac")
     if moved > 0.1 or clipped > 0.3:  # nats per token; of all tokens, where a few per cent are usual
         what = (
             f"the policy moves by {moved:.2g} nats per token within one step"
@@ -106,7 +109,8 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
             f"{what}: its updates are too large. Try a smaller learning rate, or fewer mini-batches or "
             "epochs."
         )
-    highest, lowest = now("actor/ratio/max"), now("actor/ratio/min")
+    highest = now("actor/ratio/max")
+    lowest = now("actor/ratio/min")
     if highest > 100 or lowest < 0.01:
         seen["ratio_extreme"] = (
             f"some token's probability changed by a factor of {highest if highest > 100 else lowest:.2g} "
@@ -130,7 +134,8 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
             f"{repeated:.0%} of what the policy writes it has written before in the same trajectory: it runs "
             "in circles. Read some trajectories; try a smaller learning rate or a KL to the reference."
         )
-    length, length_first = now("response_length/mean"), early.get("response_length/mean", math.nan)
+    length = now("response_length/mean")
+    length_first = early.get("response_length/mean", math.nan)
     if length < 0.25 * length_first:
         seen["length"] = (
             f"responses shrank from {length_first:.0f} to {length:.0f} tokens: the policy skips reasoning or "

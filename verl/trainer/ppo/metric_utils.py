@@ -61,7 +61,8 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     metrics |= _spread("critic/advantages", tensors["advantages"][mask])
     metrics |= _spread("critic/returns", tensors["returns"][mask])
     if use_critic:
-        values, returns = tensors["values"][mask], tensors["returns"][mask]
+        values = tensors["values"][mask]
+        returns = tensors["returns"][mask]
         metrics |= _spread("critic/values", values)
         variance = returns.var()
         metrics["critic/vf_explained_var"] = (1 - (returns - values).var() / (variance + 1e-5)).item()
@@ -73,7 +74,8 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     metrics["response/repeated_ngrams"] = repeated_ngrams(tensors["responses"], mask)
     uids = batch.non_tensor_batch["uid"]
     metrics["groups/effective_share"] = effective_group_share(tensors["advantages"], mask, uids)
-    seconds, num_tokens = timer.seconds, int((prompt_lengths + context_lengths).sum())
+    seconds = timer.seconds
+    num_tokens = int((prompt_lengths + context_lengths).sum())
     metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
     for name in ("ref", "values", "adv", "update_critic", "update_actor"):
         if name in seconds and num_tokens:

@@ -32,7 +32,8 @@ class Passes:
     """
 
     def __init__(self, config: Config) -> None:
-        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+        algorithm = config.algorithm
+        actor = config.actor_rollout_ref.actor
         check_correction(algorithm.rollout_correction, config.actor_rollout_ref.rollout)
         inputs = estimator_inputs(algorithm.adv_estimator)
         loss_inputs = policy_loss_inputs(actor.policy_loss.loss_mode)
@@ -74,7 +75,8 @@ class Passes:
         self, config: Config, rows: tuple[int, int], steps: tuple[int, int], num_processes: int
     ) -> str:
         """What a run is, for its first lines. rows: of training, of validation; steps: done, and in all."""
-        trainer, actor = config.trainer, config.actor_rollout_ref.actor
+        trainer = config.trainer
+        actor = config.actor_rollout_ref.actor
         answers = config.actor_rollout_ref.rollout.n_agent * config.actor_rollout_ref.rollout.n
         files = config.data.train_files if config.data.mixture is None else "data.mixture"
         lines = [

@@ -91,9 +91,12 @@ class RayPPOTrainer(ResumableRun):
     ) -> None:
         super().__init__(config, stop_request)
         self.tokenizer = tokenizer
-        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
-        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.reward_fn = reward_fn
+        self.val_reward_fn = val_reward_fn
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
         self.extra_val_dataset = extra_val_dataset
         self.evals = evals or HeldOutSets([], val_reward_fn, None, config.trainer.seed)
         self.test_periods = [config.trainer.test_freq, *(each.every for each, _ in self.evals.sets)]
@@ -146,14 +149,16 @@ class RayPPOTrainer(ResumableRun):
             num_rows = -(-self._most_rows() // self.actor_rollout_wg.mesh_positions("rollout")[0].size)
             self.actor_rollout_wg.start_rollout(num_rows, taken_beside_rollouts(config))
             return
-        group, ahead = self.worker_groups[Role.Rollout.value], config.trainer.async_training.max_staleness
+        group = self.worker_groups[Role.Rollout.value]
+        ahead = config.trainer.async_training.max_staleness
         num_rows = -(-self._most_rows() * (1 + ahead) // group.world_size)
         group.start_rollout(num_rows, self.actor_rollout_wg.rollout_dtype()[0])
         self.stream = RolloutStream(config, self.collector, group, self.total_steps, self.recorder.say)
 
     def _most_rows(self) -> int:
         """Trajectories of the largest batch that is generated, over all processes."""
-        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        data = self.config.data
+        rollout = self.config.actor_rollout_ref.rollout
         questions = max(len(self.val_dataset), len(self.extra_val_dataset or ()), self.evals.most_rollouts)
         sources = self.train_dataset.sources if isinstance(self.train_dataset, Mixture) else ()
         return max(
@@ -175,12 +180,14 @@ class RayPPOTrainer(ResumableRun):
         RunStopped: it can't go on. StoppedOnRequest: it was asked to stop.
         """
         self._resume()
-        rows, steps = (len(self.train_dataset), len(self.val_dataset)), (self.state.step, self.total_steps)
+        rows = (len(self.train_dataset), len(self.val_dataset))
+        steps = (self.state.step, self.total_steps)
         self.recorder.say(self.passes.banner(self.config, rows, steps, self.actor_rollout_wg.world_size))
         if self.stream is not None:
             self._sync_weights()
         config = self.config
-        trainer, actor = config.trainer, config.actor_rollout_ref.actor
+        trainer = config.trainer
+        actor = config.actor_rollout_ref.actor
         started = time.perf_counter() - self.state.wall_seconds
         with self._ending_well():
             if trainer.val_only or self._lacks_validation():
@@ -193,7 +200,8 @@ class RayPPOTrainer(ResumableRun):
             while self.state.step < self.total_steps and not trainer.val_only:
                 step = self.stop_request.step = self.state.step + 1
                 timer = metric_utils.Timer()
-                last, trains_actor = step == self.total_steps, step > trainer.critic_warmup
+                last = step == self.total_steps
+                trains_actor = step > trainer.critic_warmup
                 with timer("step"):
                     # Collect trajectories (with searches) and score them, in several rounds where groups that
                     # teach nothing are replaced.
@@ -220,7 +228,9 @@ class RayPPOTrainer(ResumableRun):
 
                     self._add_log_probs_and_values(batch, trains_actor, timer)
                     with timer("adv"):
-                        algorithm, kl, baseline = config.algorithm, self.kl_controller, self.running_baseline
+                        algorithm = config.algorithm
+                        kl = self.kl_controller
+                        baseline = self.running_baseline
                         metrics |= add_advantages(batch, algorithm, self.passes, kl, baseline)
 
                     updates: dict[str, dict[str, Any]] = {}
@@ -303,7 +313,8 @@ class RayPPOTrainer(ResumableRun):
         self, batch: DataProto, trains_actor: bool, timer: metric_utils.Timer
     ) -> None:
         """Adds what the advantages and the update need: nothing is computed that is not used."""
-        passes, actor = self.passes, self.config.actor_rollout_ref.actor
+        passes = self.passes
+        actor = self.config.actor_rollout_ref.actor
         num_updates = actor.ppo_epochs * num_mini_batches(self.config, len(batch), actor)
         columns = batch.select(list(PASS_COLUMNS), [])
         if passes.old_log_probs(trains_actor, num_updates):
@@ -334,7 +345,8 @@ class RayPPOTrainer(ResumableRun):
         tensors = rows.tensors
         count = num_mini_batches(self.config, len(batch), block)
         if block.loss_agg_mode == PROMPT_MEAN:  # is divided by what the uid's rows of a mini-batch sampled
-            mask, uids = tensors["response_mask"], rows.non_tensor_batch["uid"]
+            mask = tensors["response_mask"]
+            uids = rows.non_tensor_batch["uid"]
             spans = [slice(part.start, part.stop) for part in mini_batches(len(batch), count)]
             counts = [prompt_counts(mask[span], uids[span]) for span in spans]
             tensors["prompt_tokens"], tensors["prompt_rows"] = map(torch.cat, zip(*counts, strict=True))
@@ -433,10 +445,12 @@ class RayPPOTrainer(ResumableRun):
         """Every validation question in each of `trainer.val_modes`. complete: those of `data.extra_val_files`
         too, for the report's `extra`; so it is at the beginning and the end of a run.
         """
-        trainer, size = self.config.trainer, self.config.data.val_batch_size
+        trainer = self.config.trainer
+        size = self.config.data.val_batch_size
 
         def ask(rows: RLHFDataset) -> ValidationReport:
-            modes, generate = list(trainer.val_modes), self._generate_sequences
+            modes = list(trainer.val_modes)
+            generate = self._generate_sequences
             return validate(generate, self.val_reward_fn, rows, modes, size, trainer.seed)
 
         report = ask(self.val_dataset)

@@ -31,7 +31,8 @@ from verl.utils.records import Recorder
 
 SETTINGS_FILE = "learning_settings.json"
 _MODEL = "actor_rollout_ref.model.path"
-_TRAIN_FILES, _MIXTURE = "data.train_files", "data.mixture"
+_TRAIN_FILES = "data.train_files"
+_MIXTURE = "data.mixture"
 _WHOLE_FILE = 256 * 1024**2  # bytes; of a larger one the size, the first and the last MiB are compared
 _DECISIVE = (  # keys, and blocks of keys
     "algorithm",
@@ -72,7 +73,8 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
         contents = {_TRAIN_FILES: _digest([Path(file).expanduser() for file in files])}
     else:  # data.train_files is not read
         sources = sources_of(config)
-        files, paths = [file for source in sources for file in source.files], f"{_MIXTURE} paths"
+        files = [file for source in sources for file in source.files]
+        paths = f"{_MIXTURE} paths"
         values |= {_TRAIN_FILES: None, paths: [str(file) for file in files]}
         values[_MIXTURE] = [asdict(replace(source, path=None, files=())) for source in sources]
         contents = {paths: _digest(files)}
@@ -142,7 +144,8 @@ class CheckpointedRun:
 
     def __init__(self, config: Config | SFTConfig, stop_request: StopRequest | None) -> None:
         trainer = config.trainer
-        self.config, self.stop_request = config, stop_request or StopRequest()
+        self.config = config
+        self.stop_request = stop_request or StopRequest()
         self.checkpoints = store_of(trainer)
         self.checkpoint_writing = CheckpointWriting(self.checkpoints, trainer.async_checkpoint)
         self.worker_groups: dict[str, WorkerGroup] = {}
@@ -174,7 +177,9 @@ class CheckpointedRun:
         """Takes up the checkpoint that `trainer.resume_mode` asks for, and cuts the records back to its step.
         RunStopped: the checkpoint is of another run.
         """
-        checkpoints, folder, step = self.checkpoints, self.resume_folder, 0
+        checkpoints = self.checkpoints
+        folder = self.resume_folder
+        step = 0
         aside = checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
         if aside is not None:
             checkpoints.lock()
@@ -199,7 +204,8 @@ class CheckpointedRun:
 
     def shutdown(self) -> None:
         """End the workers that this trainer started, and close the records. Safe to call twice."""
-        groups, self.worker_groups = self.worker_groups, {}
+        groups = self.worker_groups
+        self.worker_groups = {}
         try:
             self.recorder.close()
         finally:

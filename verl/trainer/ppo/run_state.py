@@ -132,7 +132,8 @@ class CheckpointStore:
         remote: RemoteStore | None = None,
         keep_behind: int = 0,
     ) -> None:
-        self.remote, self.last_size = remote, 0
+        self.remote = remote
+        self.last_size = 0
         self.uploads: Uploads | None = None
         self.waits_for_uploads = False  # at the run's end: it was no failure
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
@@ -166,7 +167,8 @@ class CheckpointStore:
         for one as large as the last.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        steps, need = self.steps(), int(1.1 * (self.last_size or self._size(self.steps())))
+        steps = self.steps()
+        need = int(1.1 * (self.last_size or self._size(self.steps())))
         while (free := shutil.disk_usage(self.run_dir).free) < need:
             old = next((old for old in steps[:-1] if self.uploads and old in self.uploads.whole), None)
             if old is None:
@@ -183,14 +185,16 @@ class CheckpointStore:
 
     def commit(self, step: int) -> None:
         """What was written since `begin` becomes the checkpoint of `step`."""
-        aside, target = self._unfinished(step), self.folder(step)
+        aside = self._unfinished(step)
+        target = self.folder(step)
         sync_tree(aside)
         if target.exists():
             _delete(target)
         os.replace(aside, target)
         self._track_latest()
         sync(self.run_dir)
-        self.last_written, self.last_size = step, self._size([step])
+        self.last_written = step
+        self.last_size = self._size([step])
         if self.uploads is not None:
             self.uploads.add(step)
         kept_to_go_back = self._kept_to_go_back(step)
@@ -235,7 +239,8 @@ class CheckpointStore:
 
     def end_uploads(self) -> None:
         """Waits for them, if the run has ended as it should."""
-        uploads, self.uploads = self.uploads, None
+        uploads = self.uploads
+        self.uploads = None
         if uploads is not None:
             with announced(f"uploading to {uploads.store.url}"):
                 uploads.close(in_haste=not self.waits_for_uploads)
@@ -312,7 +317,8 @@ class CheckpointStore:
 
     def _track_latest(self) -> None:
         """Writes the newest step where verl and its tools look for it; a run of ours never reads it."""
-        tracker, steps = self.run_dir / "latest_checkpointed_iteration.txt", self.steps()
+        tracker = self.run_dir / "latest_checkpointed_iteration.txt"
+        steps = self.steps()
         if steps:
             new = tracker.with_suffix(".new")
             new.write_text(str(steps[-1]), encoding="utf-8")
@@ -366,7 +372,8 @@ def _delete(folder: Path) -> None:
 
 def store_of(trainer: RunSettings) -> CheckpointStore:
     """The checkpoints of a run by its settings. ValueError: trainer.remote_dir can't be used."""
-    folder, remote = Path(trainer.default_local_dir).expanduser().absolute(), None
+    folder = Path(trainer.default_local_dir).expanduser().absolute()
+    remote = None
     if trainer.remote_dir is not None:
         remote = RemoteStore(trainer.remote_dir, folder.name)
     rewinds = isinstance(trainer, Trainer) and trainer.on_collapse == "rewind"
@@ -377,7 +384,8 @@ class CheckpointWriting:
     """One checkpoint at a time. background: whether training goes on while the workers write."""
 
     def __init__(self, store: CheckpointStore, background: bool) -> None:
-        self.store, self.background = store, background
+        self.store = store
+        self.background = background
         self._step: int | None = None  # that is being written
         self._groups: list[WorkerGroup] = []
 
@@ -395,7 +403,8 @@ class CheckpointWriting:
             beside(folder)
         except (CheckpointFailed, OSError) as error:
             raise self._failed(step, error) from error
-        self._step, self._groups = step, list(groups.values())
+        self._step = step
+        self._groups = list(groups.values())
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, if there is one. RunStopped: as below."""

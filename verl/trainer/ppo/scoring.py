@@ -76,7 +76,9 @@ class RewardManager:
         verifiers: Verifiers | None = None,
         stops: bool = True,
     ) -> None:
-        self.tokenizer, self.num_examine, self.stops = tokenizer, num_examine, stops
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.stops = stops
         self.compute_score = compute_score or exact_match
         self.verifiers = verifiers or Verifiers(VerifierSettings(VerifiersConfig()))
         ids = set(tokenizer.all_special_ids)
@@ -125,7 +127,8 @@ class RewardManager:
         spans: list[list[bool]] = []
         ids: list[np.ndarray] = []
         for row, sampled, real in zip(responses, mask, attention, strict=True):
-            row, sampled = row[real], sampled[real]
+            row = row[real]
+            sampled = sampled[real]
             cuts = np.flatnonzero(np.diff(sampled)) + 1
             ids += np.split(row, cuts) if len(row) else []
             spans.append([bool(sampled[start]) for start in (0, *cuts)] if len(row) else [])
@@ -138,7 +141,8 @@ class RewardManager:
 
     def _score_rows(self, data: DataProto) -> list[dict[str, Any]]:
         """Of each row: score (float or None), em, answer, text, and what else there is to say."""
-        tensors, fields = data.tensors, data.non_tensor_batch
+        tensors = data.tensors
+        fields = data.non_tensor_batch
         rows: list[dict[str, Any]] = []
         verified: dict[int, tuple[Sample, list[Assigned]]] = {}
         called: dict[int, dict[str, Any]] = {}  # row -> arguments of the reward function
@@ -153,7 +157,8 @@ class RewardManager:
             if reward is not None:  # its environment has scored it
                 rows[i]["score"] = float(reward)
                 continue
-            truth, extra = columns["reward_model"].get("ground_truth"), columns["extra_info"]
+            truth = columns["reward_model"].get("ground_truth")
+            extra = columns["extra_info"]
             if answer is not None:
                 golden = known_answers(truth)
                 rows[i] |= {"em": float(em_check(answer, golden)), "f1": f1_check(answer, golden)}
@@ -186,10 +191,8 @@ class RewardManager:
             more = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
             rows[i] |= more | {"em": rows[i]["em"]}
             rows[i]["score"] = None if rows[i]["score"] is None else float(rows[i]["score"])
-        lost, limit = (
-            [row for row in rows if row["score"] is None],
-            self.verifiers.settings.config.max_failed_share,
-        )
+        lost = [row for row in rows if row["score"] is None]
+        limit = self.verifiers.settings.config.max_failed_share
         if self.stops and lost and (len(lost) > limit * len(rows) or len(lost) == len(rows)):
             reports = [each for row in lost for each in row.get("verdicts", ()) if each["score"] is None]
             names = ", ".join(sorted({each["name"] for each in reports})) or "the reward function"
@@ -218,7 +221,8 @@ def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
         penalty = overlong_penalty(room, overlong.len, overlong.penalty_factor)
         scores = add_to_outcome(scores, batch.tensors["response_mask"], penalty)
         batch.meta_info.setdefault("metrics", {})["filter/overlong_penalty"] = float(penalty.mean())
-    batch.tensors["token_level_scores"], batch.tensors["outcome"] = scores, scores.sum(-1)
+    batch.tensors["token_level_scores"] = scores
+    batch.tensors["outcome"] = scores.sum(-1)
     rows = [dict(zip(answers, values, strict=True)) for values in zip(*answers.values(), strict=True)]
     batch.non_tensor_batch["reward_extra"] = object_array(rows)
 
@@ -232,7 +236,8 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
     failed does: its response_mask is emptied, and its record's finish_reason is "unverified".
     """
     answers: dict[str, Any] = reward_fn(batch, return_dict=True)
-    tensors, fields = batch.tensors, batch.non_tensor_batch
+    tensors = batch.tensors
+    fields = batch.non_tensor_batch
     unverified = torch.tensor([value is None for value in answers["score"]])
     if unverified.any():
         for name in {"response_mask", "rollout_log_probs"} & set(tensors.keys()):
@@ -242,8 +247,11 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
             records[i] = {**records[i], "finish_reason": UNVERIFIED}
         fields["trajectory"] = records
     fields["verdicts"] = object_array(answers.pop("verdicts", [None] * len(batch)))
-    mask, attention, scores = tensors["response_mask"], tensors["attention_mask"], answers["reward_tensor"]
-    tensors["token_level_scores"], tensors["outcome"] = scores, scores.sum(-1)
+    mask = tensors["response_mask"]
+    attention = tensors["attention_mask"]
+    scores = answers["reward_tensor"]
+    tensors["token_level_scores"] = scores
+    tensors["outcome"] = scores.sum(-1)
     tensors["num_sampled"] = mask.sum(-1)
     tensors["prompt_length"] = attention[:, : -mask.shape[1]].sum(-1)
     tensors["response_length"] = attention[:, -mask.shape[1] :].sum(-1)
@@ -256,7 +264,8 @@ def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
     """The numbers that the reward function returned under a name, [N] float64; NaN for rows without a token.
     RunStopped: it returned none for a row; `key` is the configuration key that asks for them.
     """
-    rows, num_sampled = batch.non_tensor_batch["reward_extra"], batch.tensors["num_sampled"].tolist()
+    rows = batch.non_tensor_batch["reward_extra"]
+    num_sampled = batch.tensors["num_sampled"].tolist()
     values = [math.nan if row.get(name) is None else float(row[name]) for row in rows]
     for row, num in zip(rows, num_sampled, strict=True):
         if num and row.get(name) is None:
@@ -296,7 +305,8 @@ def add_advantages(
         thrift = algorithm.thrift * thrift_of(batch, batch.meta_info["solved_share"])
         advantages = advantages + thrift
         metrics["thrift/advantage_share"] = advantage_share(thrift, advantages, tensors["response_mask"])
-    tensors["advantages"], tensors["returns"] = advantages, returns
+    tensors["advantages"] = advantages
+    tensors["returns"] = returns
     if passes.step_wise:
         tensors["turn_ids"] = turn_ids(batch)
     if inputs.baseline_keys is not None:
@@ -341,7 +351,8 @@ def advantage_inputs(
     """What estimators are made of: of the batch (all rows of the step, with token_level_rewards) all that the
     passes have written, of the records what is asked for. algorithm: the `algorithm` block.
     """
-    tensors, wanted = batch.tensors, passes.estimator_inputs
+    tensors = batch.tensors
+    wanted = passes.estimator_inputs
     inputs: dict[str, Any] = {
         "token_level_rewards": tensors["token_level_rewards"],
         "response_mask": tensors["response_mask"],
@@ -476,11 +487,14 @@ def turn_rewards(batch: DataProto) -> Tensor:
     rows = []
     columns = (fields[name] for name in ("trajectory", "reward_extra", "reward_model"))
     for record, extra, reward_model in zip(*columns, strict=True):
-        turns, given = record["turns"], extra.get("turn_rewards")
+        turns = record["turns"]
+        given = extra.get("turn_rewards")
         if given is None and record.get("env_reward") is not None:
             given = [turn["reward"] for turn in turns]
         if given is None:
-            golden, found, given = known_answers(reward_model["ground_truth"]), False, []
+            golden = known_answers(reward_model["ground_truth"])
+            found = False
+            given = []
             for turn in turns:
                 is_search = bool(golden) and turn.get("documents") is not None
                 hit = is_search and not found and documents_hold_answer(turn["documents"], golden)

@@ -106,7 +106,8 @@ def is_stale(turn: dict[str, Any], oldest: int | None) -> bool:
 
 def weight_folder(config: Config) -> Path | None:
     """Where the weights for the rollouts are written to, by no other run; None: they come over Ray."""
-    rollout, run = config.actor_rollout_ref.rollout, Path(config.trainer.default_local_dir).absolute()
+    rollout = config.actor_rollout_ref.rollout
+    run = Path(config.trainer.default_local_dir).absolute()
     if rollout.weight_transfer == "ray":
         return None
     if rollout.weight_dir is None:
@@ -216,11 +217,15 @@ class RolloutStream:
         num_steps: int,
         say: Callable[[str], None],
     ) -> None:
-        self.collector, self.workers, self.say = collector, workers, say
+        self.collector = collector
+        self.workers = workers
+        self.say = say
         self.settings = config.trainer.async_training
         self.gate = StalenessGate(self.settings.max_staleness, config.data.train_batch_size, num_steps)
         self.masks = self.settings.too_old == "mask"
-        self.version, self.next_number = 0, 0  # of the present weights; of the next group
+        # of the present weights; of the next group
+        self.version = 0
+        self.next_number = 0
         self.replaced = 0  # groups of the present step that teach nothing, for which others are taken
         self.running: dict[str, PromptGroup] = {}  # by uid
         self.ready: list[PromptGroup] = []
@@ -238,13 +243,16 @@ class RolloutStream:
         while self.settings.repeatable and self.running:
             self._receive()
         self._sent.append(self.workers.load_weights(weights, version))
-        self.version, self.taken, self.replaced = version, [], 0
+        self.version = version
+        self.taken = []
+        self.replaced = 0
         if begin:
             self._begin()
 
     def settle(self) -> None:
         """Waits until the processes have all that was sent to them; raises what that has raised there."""
-        sent, self._sent = self._sent, []
+        sent = self._sent
+        self._sent = []
         for call in sent:
             call.get()
 
@@ -316,7 +324,8 @@ class RolloutStream:
     def _begin(self) -> None:
         """Begins what there is room for."""
         room = self.room()
-        groups, self.again = self.again[:room], self.again[room:]
+        groups = self.again[:room]
+        self.again = self.again[room:]
         if fresh := room - len(groups):
             present = [*self.running.values(), *self.ready, *groups, *self.taken]
             asked = sorted({int(group.prompts.non_tensor_batch["index"][0]) for group in present})
@@ -333,7 +342,8 @@ class RolloutStream:
         load = [silent * (1 + len(self.running)) for silent in self._silent]  # those that are silent last
         for other in self.running.values():
             load[other.rank] += 1
-        group.rank, group.begun = int(np.argmin(load)), time.monotonic()
+        group.rank = int(np.argmin(load))
+        group.begun = time.monotonic()
         columns = group.prompts.non_tensor_batch
         members = [number for number in range(len(group.prompts)) if number not in group.rows]
         rows = group.prompts.select(non_tensor_batch_keys=[name for name in SHIPPED if name in columns])
@@ -354,7 +364,8 @@ class RolloutStream:
                     group.rows[member] = row
                     if len(group.rows) == len(group.prompts):
                         self.ready.append(self.running.pop(uid))
-        deadline, key = self.settings.group_deadline, "trainer.async_training.group_deadline"
+        deadline = self.settings.group_deadline
+        key = "trainer.async_training.group_deadline"
         due = time.monotonic() - deadline
         late = [group for group in self.running.values() if group.begun < due]
         if late:
@@ -382,7 +393,8 @@ class RolloutStream:
 
     def _anew(self, group: PromptGroup) -> PromptGroup:
         """The group from its prompt on, with other seeds."""
-        number, attempt = group.number, group.attempt + 1
+        number = group.number
+        attempt = group.attempt + 1
         return PromptGroup(number, attempt, self.collector.asked_again(group.prompts, number, attempt))
 
     def save(self, folder: Path, step_is_over: bool) -> None:
@@ -402,7 +414,8 @@ class RolloutStream:
             prompts = group.prompts.select()
             prompts.non_tensor_batch["continuation"] = object_array(states)
             running.append((group.number, group.attempt, prompts, {}, group.due))
-        again, ready = self.again, self.ready
+        again = self.again
+        ready = self.ready
         if not step_is_over:
             failed = [group for group in ready if any(map(has_failed, group.rows.values()))]
             again = [*again, *(self._anew(group) for group in (*self.taken, *failed))]

@@ -33,7 +33,8 @@ from verl.utils.records.trajectories import find_question
 from verl.utils.reward_score.qa_em import documents_hold_answer, extract_solution, golden_answers
 from verl.verifiers.registry import verifier_metrics
 
-SAMPLED, GREEDY = "sampled", "greedy"
+SAMPLED = "sampled"
+GREEDY = "greedy"
 
 
 @dataclass
@@ -254,7 +255,8 @@ def _validation_summary(before: dict[str, Any], after: dict[str, Any], prefix: s
     modes = _sorted_modes(after or before)
     summary: dict[str, Any] = {}
     for i, mode in enumerate(modes or [SAMPLED]):
-        first, last = before.get(mode) or {}, after.get(mode) or {}
+        first = before.get(mode) or {}
+        last = after.get(mode) or {}
         named = {
             "em_before": first.get("em"),
             "em_after": last.get("em"),

@@ -38,7 +38,8 @@ class DifficultyPools(PromptSampler):
     def __init__(self, config: Mapping[str, Any], *sampling: Any) -> None:
         super().__init__(*sampling)
         self.config = config
-        self.draws, self.solve_rates = np.zeros(self.num_rows, np.int64), np.full(self.num_rows, np.nan)
+        self.draws = np.zeros(self.num_rows, np.int64)
+        self.solve_rates = np.full(self.num_rows, np.nan)
         # draw number -> place of each row in that epoch's order
         self._places = lru_cache(8)(lambda level: np.argsort(self.order_of(level)))
 
@@ -47,7 +48,8 @@ class DifficultyPools(PromptSampler):
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
         super().load_history(history)
-        self.draws, self.solve_rates = history["draws"].copy(), history["solve_rates"].copy()
+        self.draws = history["draws"].copy()
+        self.solve_rates = history["solve_rates"].copy()
 
     def pools(self) -> np.ndarray:
         """The pool of each row, [num_rows] int64: 0 easy, 1 normal, 2 hard."""
@@ -95,6 +97,7 @@ class DifficultyPools(PromptSampler):
     def metrics(self) -> dict[str, float]:
         """`pools/easy`, `pools/normal`, `pools/hard`: of the measured rows; `pools/measured`: of all."""
         measured = ~np.isnan(self.solve_rates)
-        pools, total = self.pools()[measured], max(int(measured.sum()), 1)
+        pools = self.pools()[measured]
+        total = max(int(measured.sum()), 1)
         shares = {f"pools/{name}": float((pools == pool).sum() / total) for pool, name in enumerate(POOLS)}
         return super().metrics() | shares | {"pools/measured": float(measured.mean())}

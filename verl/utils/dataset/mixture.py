@@ -38,7 +38,8 @@ class Mixture:
     def __init__(
         self, sources: Sequence[Source], datasets: Sequence[RLHFDataset], weights: Sequence[float]
     ) -> None:
-        self.sources, self.datasets = sources, datasets
+        self.sources = sources
+        self.datasets = datasets
         self.weights = np.array(weights) / sum(weights)
         self.starts = np.cumsum([0, *(dataset.num_places for dataset in datasets)])
 
@@ -50,7 +51,8 @@ class Mixture:
         run has it).
         """
         number = self.source_of(index)
-        source, row = self.sources[number], self.datasets[number][index - int(self.starts[number])]
+        source = self.sources[number]
+        row = self.datasets[number][index - int(self.starts[number])]
         return row | {"index": index, "source": source.name, "num_answers": source.n}
 
     def rows_to_check(self) -> Iterator[Row]:
@@ -139,7 +141,8 @@ class MixtureSampler(PromptSampler):
         again.
         """
         rng = np.random.default_rng([self.seed, self.num_draws])
-        counts, starts = self._counts(count, rng), self.mixture.starts.tolist()
+        counts = self._counts(count, rng)
+        starts = self.mixture.starts.tolist()
         rows: list[int] = []
         for number, (sampler, start) in enumerate(zip(self.samplers.values(), starts, strict=False)):
             asked = [row - start for row in skip if self.mixture.source_of(row) == number]
@@ -216,14 +219,16 @@ class MixtureSampler(PromptSampler):
                 f"Found the sources {', '.join(self.samplers)} in data.mixture, but the checkpoint was made "
                 f"with {earlier}; a run keeps the data it began with. Use these, or trainer.resume_mode=none."
             )
-        self.num_draws, self.drawn = int(state["num_draws"]), np.array(state["drawn"], dtype=np.int64)
+        self.num_draws = int(state["num_draws"])
+        self.drawn = np.array(state["drawn"], dtype=np.int64)
         for source, sampler in self.samplers.items():
             sampler.load_state_dict(state["sources"][source])
 
 
 def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     """The rows of data.mixture or data.train_files. ValueError: what `RLHFDataset` and `Source` raise."""
-    data, settings = config.data, {**config.data, "env_class": config.environment.env_class}
+    data = config.data
+    settings = {**config.data, "env_class": config.environment.env_class}
 
     def read(
         files: Sequence[Path], adapt: Callable[[Row], Row] | None = None, num_rows: int | None = None
@@ -240,7 +245,9 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     if data.mixture is None:
         files = [Path(file).expanduser() for file in as_list(data.train_files)]
         return read(files, num_rows=data.train_data_num)
-    sources, datasets, weights = sources_of(config), [], []
+    sources = sources_of(config)
+    datasets = []
+    weights = []
     for source in sources:
         if source.env is None:
             dataset = read(source.files, adapted(source))
@@ -257,11 +264,14 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
 
 def prompt_sampler(rows: RLHFDataset | Mixture, config: Config) -> PromptSampler:
     """What draws a run's prompts from its rows. ValueError: there are fewer rows than a step takes."""
-    data, batch_size, seed = config.data, config.data.train_batch_size, config.trainer.seed
+    data = config.data
+    batch_size = config.data.train_batch_size
+    seed = config.trainer.seed
     retire = config.algorithm.filter_groups.retire_solved
 
     def of(rows: RLHFDataset, count: int) -> PromptSampler:
-        order, pools = (count, data.shuffle_train_dataloader, seed), data.difficulty_pools
+        order = (count, data.shuffle_train_dataloader, seed)
+        pools = data.difficulty_pools
         if isinstance(rows, RowStream):
             return StreamSampler(rows, batch_size, *order, retire)
         if pools.enable:

@@ -78,7 +78,8 @@ class RLHFDataset:
         self.num_places = len(self)  # one more than the largest index of a row
 
     def _set_up(self, tokenizer: Any, config: Mapping[str, Any], adapt: Callable[[Row], Row] | None) -> None:
-        self.tokenizer, self.adapt = tokenizer, adapt
+        self.tokenizer = tokenizer
+        self.adapt = adapt
         self.config = {"env_class": SEARCH, **_VERL_DEFAULTS, **config}
         self.config.setdefault("max_start_length", self.config["max_prompt_length"])
         self.prompt_key: str = self.config["prompt_key"]
@@ -210,9 +211,14 @@ class PromptSampler:
                 f"Found {num_rows} training rows and data.train_batch_size={batch_size}; expected at least "
                 f"one batch of rows. Set data.train_batch_size={num_rows} or less."
             )
-        self.num_rows, self.batch_size, self.shuffle, self.seed = num_rows, batch_size, shuffle, seed
-        self.retire_solved, self.retired = retire_solved, set[int]()
-        self.epoch, self.position = 0, 0
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.retire_solved = retire_solved
+        self.retired = set[int]()
+        self.epoch = 0
+        self.position = 0
         self.postponed: list[int] = []  # rows whose turn it was while they might not be asked
         self._order = lru_cache(1)(self.order_of)
 
@@ -359,7 +365,8 @@ class PromptSampler:
                     f"Found {name}={own[name]}, but the checkpoint was made with {state[name]}; a run keeps "
                     "the data order it began with. Use the old value, or trainer.resume_mode=none."
                 )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch = int(state["epoch"])
+        self.position = int(state["position"])
         self._load_postponed(state.get("postponed", ()))
 
     def _load_postponed(self, postponed: Sequence[Any]) -> None:

@@ -16,7 +16,8 @@ from verl.environments.registry import SEARCH, load_class
 
 def environments_of(config: Config) -> set[str]:
     """Names of the environments of all rows; files that are not there have none."""
-    data, default = config.data, config.environment.env_class
+    data = config.data
+    default = config.environment.env_class
     keys = ["train_files"] * (data.mixture is None) + ["val_files", "extra_val_files"]
     files = [(Path(file), default) for key in keys for file in as_list(data[key]) if file is not None]
     files += [(file, each.env_class or default) for each in sources_of(config) for file in each.files]
@@ -54,7 +55,8 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
     """The environments that rows of a file name; "" for rows that name none, and for a file that can't be
     read: other checks say why. Read once, whatever asks.
     """
-    names, known = set[str](), set[bytes]()
+    names = set[str]()
+    known = set[bytes]()
     with suppress(ValueError, OSError):  # of pyarrow and json
         if path.suffix == ".jsonl":
             with path.open("rb") as lines:

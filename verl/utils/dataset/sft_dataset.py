@@ -50,7 +50,8 @@ class SFTDataset:
     def __init__(
         self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, data_config: Mapping[str, Any]
     ) -> None:
-        self.tokenizer, self.config = tokenizer, data_config
+        self.tokenizer = tokenizer
+        self.config = data_config
         self.names: list[str] = []
         self.input_ids: list[np.ndarray] = []
         self.trained: list[np.ndarray] = []
@@ -64,9 +65,11 @@ class SFTDataset:
                     "Found data.multiturn.enable=true, but the tokenizer has no chat template; give one with "
                     "data.chat_template, or rows as pieces of text with data.segments_key."
                 )
-            needed, segments_of = [multiturn["messages_key"]], self._conversation_segments
+            needed = [multiturn["messages_key"]]
+            segments_of = self._conversation_segments
         elif data_config["segments_key"] is not None:
-            needed, segments_of = [data_config["segments_key"]], self._marked_segments
+            needed = [data_config["segments_key"]]
+            segments_of = self._marked_segments
 
         def check(columns: Iterable[str], where: str) -> None:
             keys = "data.prompt_key and data.response_key, data.multiturn.messages_key, or data.segments_key"
@@ -141,7 +144,9 @@ class SFTDataset:
         but no header of the template, and no message with `trained: false`.
         """
         keys = self.config["multiturn"]
-        key, tools, thinking = keys["messages_key"], keys["tools_key"], keys["enable_thinking_key"]
+        key = keys["messages_key"]
+        tools = keys["tools_key"]
+        thinking = keys["enable_thinking_key"]
         messages = chat_messages(row[key], key)
         extra: dict[str, Any] = {}
         if row.get(tools) is not None:
@@ -230,17 +235,20 @@ class SFTDataset:
                 flags += [is_trained] * len(piece)
         opening = opening_ids(self.tokenizer)
         if not self.tokenizer.chat_template and token_ids[:1] != opening:
-            token_ids, flags = opening + token_ids, [False] * len(opening) + flags
+            token_ids = opening + token_ids
+            flags = [False] * len(opening) + flags
         eos = self.tokenizer.eos_token_id if ends_with_eos else None
         if eos is not None and flags and flags[-1] and token_ids[-1] != eos:
             token_ids.append(eos)
             flags.append(True)
-        ids, trained = np.array(token_ids, dtype=np.int64), np.array(flags, dtype=bool)
+        ids = np.array(token_ids, dtype=np.int64)
+        trained = np.array(flags, dtype=bool)
         if not trained.any():
             raise ValueError("nothing in it is trained; expected a response, or a piece marked as trained")
         if trained[0]:
             raise ValueError("its first token is trained, with nothing before it; expected a prompt")
-        longest, truncation = self.config["max_length"], self.config["truncation"]
+        longest = self.config["max_length"]
+        truncation = self.config["truncation"]
         if len(ids) > longest and truncation == "error":
             raise ValueError(
                 f"{len(ids)} tokens; expected at most data.max_length={longest}, or data.truncation=left or "
@@ -250,7 +258,8 @@ class SFTDataset:
         if truncation == "left" and len(ids) > longest:
             head = int(token_ids[:1] == opening)  # a beginning of sequence stays
             kept = np.r_[:head, len(ids) - longest + head : len(ids)]
-        ids, trained = ids[kept], trained[kept]
+        ids = ids[kept]
+        trained = trained[kept]
         trained[0] = False  # what stood before it may have been cut off
         return ids, trained
 

@@ -25,10 +25,14 @@ import pyarrow.parquet as pq
 
 from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset, Row, json_row
 
-BLOCK_ROWS, PIECE_BYTES = 512, 2**20
-WINDOW_ROWS, WINDOW_BYTES = 16_384, 32 * 2**20
-STREAMED_ROWS, STREAMED_BYTES = 200_000, {".parquet": 256 * 2**20, ".jsonl": 64 * 2**20}
-_STEPS_AHEAD, _CHECKED_ROWS = 2, 200
+BLOCK_ROWS = 512
+PIECE_BYTES = 2**20
+WINDOW_ROWS = 16_384
+WINDOW_BYTES = 32 * 2**20
+STREAMED_ROWS = 200_000
+STREAMED_BYTES = {".parquet": 256 * 2**20, ".jsonl": 64 * 2**20}
+_STEPS_AHEAD = 2
+_CHECKED_ROWS = 200
 
 Held = tuple[int, Any, Any]  # place of a row, a batch and the row's number there; or place, path, line
 
@@ -71,7 +75,8 @@ class RowStream(RLHFDataset):
         adapt: Callable[[Row], Row] | None = None,
     ) -> None:
         self._set_up(copy.deepcopy(tokenizer), data_config, adapt)
-        self.files, self.groups = list(files), list[RowBlock]()
+        self.files = list(files)
+        self.groups = list[RowBlock]()
         self.limit: int | None = None  # rows of an epoch
         self.ready: dict[int, dict[str, Any]] = {}
         self._num_rows = place = 0
@@ -79,7 +84,8 @@ class RowStream(RLHFDataset):
             if not path.is_file():
                 raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file.")
             if path.suffix == ".jsonl":
-                first, size = place, path.stat().st_size
+                first = place
+                size = path.stat().st_size
                 place += size
                 for start in range(first, place, PIECE_BYTES):
                     stop = min(start + PIECE_BYTES, place)
@@ -94,7 +100,8 @@ class RowStream(RLHFDataset):
                 metadata = pq.read_metadata(path)
                 self.check_columns(metadata.schema.to_arrow_schema().names, str(path))
                 for index in range(metadata.num_row_groups):
-                    group, first = metadata.row_group(index), place
+                    group = metadata.row_group(index)
+                    first = place
                     place += group.num_rows
                     share = max(group.num_rows / WINDOW_ROWS, group.total_byte_size / WINDOW_BYTES)
                     self.groups.append(RowBlock(number, index, first, first, place, share))
@@ -119,13 +126,15 @@ class RowStream(RLHFDataset):
 
     def windows(self, rng: np.random.Generator | None) -> Iterator[list[RowBlock]]:
         """The blocks of each window of an epoch, in order. rng: shuffles them; None: as in the files."""
-        waiting, filled = list[RowBlock](), 0.0
+        waiting = list[RowBlock]()
+        filled = 0.0
         order = range(len(self.groups)) if rng is None else rng.permutation(len(self.groups)).tolist()
         for group in (self.groups[i] for i in order):
             blocks = [group]
             if group.group >= 0:
                 starts = range(group.start, group.stop, BLOCK_ROWS)
-                stops, share = [*starts[1:], group.stop], group.share / max(len(starts), 1)
+                stops = [*starts[1:], group.stop]
+                share = group.share / max(len(starts), 1)
                 spans = zip(starts, stops, strict=False)  # none in a group without rows
                 blocks = [group._replace(start=start, stop=stop, share=share) for start, stop in spans]
                 if rng is not None and group.share > 1:
@@ -135,7 +144,8 @@ class RowStream(RLHFDataset):
                 filled += block.share
                 if filled >= 1:
                     yield waiting
-                    waiting, filled = [], 0.0
+                    waiting = []
+                    filled = 0.0
         if waiting:
             yield waiting
 
@@ -166,7 +176,8 @@ class RowStream(RLHFDataset):
                         for block in wanted:
                             inside = range(max(start, block.start), min(stop, block.stop))
                             rows += [(place, batch, place - start) for place in inside]
-                        wanted, start = [block for block in wanted if block.stop > stop], stop
+                        wanted = [block for block in wanted if block.stop > stop]
+                        start = stop
                         if not wanted:
                             break
         return rows
@@ -204,7 +215,9 @@ class StreamSampler(PromptSampler):
     """
 
     def __init__(self, stream: RowStream, step_size: int, batch_size: int, *sampling: Any) -> None:
-        self.stream, self.cursor, self.num_ahead = stream, Cursor(), _STEPS_AHEAD * step_size
+        self.stream = stream
+        self.cursor = Cursor()
+        self.num_ahead = _STEPS_AHEAD * step_size
         self._thread: ThreadPoolExecutor | None = None
         self._postponed: list[Postponed] = []
         self._ahead = deque[Future[tuple[int, dict[str, Any], Cursor]]]()
@@ -215,7 +228,8 @@ class StreamSampler(PromptSampler):
         long, or too many are retired.
         """
         if self._thread is None:
-            self._thread, self._made = ThreadPoolExecutor(1, "rows"), self._prompts(self.cursor)
+            self._thread = ThreadPoolExecutor(1, "rows")
+            self._made = self._prompts(self.cursor)
         self.stream.ready = {}
         try:
             self._go_ahead()
@@ -225,7 +239,8 @@ class StreamSampler(PromptSampler):
             if isinstance(error, ValueError | OSError | pa.ArrowException):
                 raise DataFailed(f"the training rows can't be used: {error}") from error
             raise
-        self.epoch, self.position = self.cursor.epoch, self.cursor.position
+        self.epoch = self.cursor.epoch
+        self.position = self.cursor.position
         return rows
 
     def _draw(self, count: int, asked: set[int]) -> list[int]:
@@ -268,11 +283,13 @@ class StreamSampler(PromptSampler):
 
     def _prompts(self, cursor: Cursor) -> Iterator[tuple[int, dict[str, Any], Cursor]]:
         """(index, item, the place after it) of each row from `cursor` on, without end."""
-        stream, limit = self.stream, self.stream.limit
+        stream = self.stream
+        limit = self.stream.limit
         truncation = stream.config["truncation"]
         while True:
             key = [self.seed, 0 if limit else cursor.epoch]
-            position, skipped = cursor.position, cursor.skipped
+            position = cursor.position
+            skipped = cursor.skipped
             has_prompts = position > 0
             windows = stream.windows(np.random.default_rng(key) if self.shuffle else None)
             for number, blocks in enumerate(windows):
@@ -286,7 +303,8 @@ class StreamSampler(PromptSampler):
                 stop = len(rows) if limit is None else min(len(rows), start + limit - position)
                 for offset in range(start, stop):
                     held = rows[int(order[offset])]
-                    index, row = held[0], stream.row_of(held)
+                    index = held[0]
+                    row = stream.row_of(held)
                     position += 1
                     too_long = None if truncation == "left" else stream.too_long(row)
                     if too_long is None:

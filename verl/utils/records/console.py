@@ -33,7 +33,8 @@ class Display:
     """One line for each step (if `shown`), for logs and pipes; and messages."""
 
     def __init__(self, total_steps: int, shown: bool = True) -> None:
-        self.total_steps, self.shown = total_steps, shown
+        self.total_steps = total_steps
+        self.shown = shown
         self.durations: deque[float] = deque(maxlen=_PACE_OVER)
 
     def say(self, text: str) -> None:
@@ -86,7 +87,8 @@ class LiveDisplay(Display):
         self.live.stop()
 
     def _table(self, metrics: Mapping[str, float]) -> Table:
-        grid, values = Table.grid(expand=True), Table.grid(padding=(0, 3))
+        grid = Table.grid(expand=True)
+        values = Table.grid(padding=(0, 3))
         cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in step_values(metrics)]
         if cells:
             values.add_row(*cells)

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's colours: told apart by everybody
-BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"
+BLUE = "#0072b2"
+ORANGE = "#e69f00"
+GREEN = "#009e73"
+RED = "#d55e00"
+GREY = "#8a8f98"
 PURPLE = "#cc79a7"
 SKY = "#56b4e9"
 HOP_COLOURS = (BLUE, ORANGE, GREEN, RED)

@@ -47,7 +47,8 @@ class Recorder:
         """Open the records at `step`: later ones of an earlier attempt are cut; all, on a new start.
         Returns the last step that is kept, -1 for none. ValueError: a logger's package is not installed.
         """
-        trainer, kept = self.config.trainer, step if resumed_from is not None else -1
+        trainer = self.config.trainer
+        kept = step if resumed_from is not None else -1
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics.cut_after(kept)
         self.tracking = Tracking(

@@ -75,7 +75,8 @@ def trajectory_records(
     score of a trajectory that could not be judged is None.
     """
     assert batch.batch is not None
-    tensors, fields = batch.batch, batch.non_tensor_batch
+    tensors = batch.batch
+    fields = batch.non_tensor_batch
     width = tensors["responses"].shape[1]
     records = []
     for i in spread_rows(len(batch), count):

@@ -53,7 +53,8 @@ def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
     """A user's reward function, or None without a path: `config` is {path: python file or None, name: of the
     function}. ValueError: the file has no such function.
     """
-    path, name = config["path"], config["name"]
+    path = config["path"]
+    name = config["name"]
     if path is None:
         return None
     path = Path(path).expanduser().absolute()

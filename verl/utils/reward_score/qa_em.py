@@ -50,7 +50,8 @@ def em_check(prediction: str, golden: str | Iterable[str]) -> int:
     An answer of which the normalisation leaves nothing ("A", "?") is compared as it is written, in whatever
     case: no answer at all is never a right one.
     """
-    normalized, written = normalize_answer(prediction), prediction.strip().lower()
+    normalized = normalize_answer(prediction)
+    written = prediction.strip().lower()
     if not normalized:
         return int(bool(written) and any(answer.strip().lower() == written for answer in _strings(golden)))
     return int(any(normalize_answer(answer) == normalized for answer in _strings(golden)))
@@ -58,7 +59,8 @@ def em_check(prediction: str, golden: str | Iterable[str]) -> int:
 
 def token_f1(answer: str, label: str) -> float:
     """Harmonic mean of precision and recall over the normalised words; 0 where none is shared."""
-    found, wanted = normalize_answer(answer).split(), normalize_answer(label).split()
+    found = normalize_answer(answer).split()
+    wanted = normalize_answer(label).split()
     shared = sum((Counter(found) & Counter(wanted)).values())
     return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
 
@@ -119,7 +121,8 @@ def compute_score_em_f1(
     data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Any = None
 ) -> float:
     """The mean of exact match and token F1, for `custom_reward_function` (path: this file)."""
-    answer, golden = extract_solution(solution_str), golden_answers(ground_truth)
+    answer = extract_solution(solution_str)
+    golden = golden_answers(ground_truth)
     return 0.0 if answer is None else (em_check(answer, golden) + f1_check(answer, golden)) / 2
 
 

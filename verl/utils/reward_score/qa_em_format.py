@@ -86,8 +86,10 @@ def compute_score_em(
     trajectory's `segments`, as `RewardManager` adds them; data_source is not looked at.
     """
     segments: Sequence[Segment] = extra_info["segments"]
-    golden, answer = golden_answers(ground_truth), extract_solution(solution_str)
-    well_formed, retrieved = is_valid_sequence(segments)[0], is_retrieval_correct(segments, golden)
+    golden = golden_answers(ground_truth)
+    answer = extract_solution(solution_str)
+    well_formed = is_valid_sequence(segments)[0]
+    retrieved = is_retrieval_correct(segments, golden)
     if answer is not None and em_check(answer, golden):
         reward = score if well_formed else score - structure_format_score
     elif well_formed:

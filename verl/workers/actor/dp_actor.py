@@ -120,7 +120,8 @@ class PolicyObjective:
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
         """The micro-batch's share of the loss and of the metrics."""
-        log_prob, entropy = micro_batch.unpack(outputs[0]), micro_batch.unpack(outputs[1])
+        log_prob = micro_batch.unpack(outputs[0])
+        entropy = micro_batch.unpack(outputs[1])
         if self.first_log_probs is not None and len(micro_batch.cells):
             self.first_log_probs[to_device(micro_batch.rows, log_prob.device)] = log_prob.detach()
         if self.step_bound is not None and len(micro_batch.cells):
@@ -155,7 +156,9 @@ class PolicyObjective:
         """[N, R] bool on CPU: what the loss chooses out of the mini-batch's rows of all ranks. Each rank has
         the same seed; where it has fewer or narrower rows they are filled up.
         """
-        batch, rows, engine = self.batch, self.mini_batch.rows, self.engine
+        batch = self.batch
+        rows = self.mini_batch.rows
+        engine = self.engine
         log_prob = infer_rows(batch, rows, engine, self.limits, self.options)[0]
         old_log_prob = log_prob if self.on_policy else batch["old_log_probs"]
         mask = batch["response_mask"][rows].bool()
@@ -174,7 +177,9 @@ class PolicyObjective:
         self, micro_batch: PackedMicroBatch, log_prob: Tensor, entropy: Tensor
     ) -> list[tuple[str, float, Tensor]]:
         """(name of the metric, weight in the loss, the term), what is only a metric with weight 0."""
-        config, mask, mode = self.config, micro_batch.mask, self.config["loss_agg_mode"]
+        config = self.config
+        mask = micro_batch.mask
+        mode = self.config["loss_agg_mode"]
         denominator = self.mini_batch.denominator.of_rows(micro_batch.rows)
         entropy = entropy if self.entropy_coeff else entropy.detach()
         mean_entropy = agg_loss(entropy.detach(), mask, "token-mean", denominator)
@@ -251,7 +256,10 @@ class DataParallelPPOActor:
         rollout_n: int = 1,
         seed: int = 0,
     ):
-        self.config, self.engine, self.limits, self.temperature = config, engine, limits, temperature
+        self.config = config
+        self.engine = engine
+        self.limits = limits
+        self.temperature = temperature
         self.seed = seed
         self.loop = UpdateLoop("actor", config, engine, limits, rollout_n, seed, config["loss_scale_factor"])
         self.entropy_controller = get_entropy_controller(config)
@@ -276,7 +284,8 @@ class DataParallelPPOActor:
         bypass = bool(data.meta_info.get("bypass_mode", False))
         first_log_probs: Tensor | None = None
         if "rollout_log_probs" in batch and (bypass or "old_log_probs" not in batch):
-            shape, device = batch["response_mask"].shape, self.engine.device
+            shape = batch["response_mask"].shape
+            device = self.engine.device
             first_log_probs = torch.full(shape, torch.nan, device=device)
         entropy_coeff = self.entropy_controller.value
         has_ratio = "old_log_probs" in batch or self.loop.num_steps(data) == 1
@@ -316,7 +325,8 @@ class DataParallelPPOActor:
             self.entropy_controller.update(metrics["actor/entropy"])
         if first_log_probs is not None:  # compared over trajectories, with turns as rows too
             first_log_probs = first_log_probs.cpu()
-            mask, rollout = trajectories["response_mask"].bool(), trajectories["rollout_log_probs"]
+            mask = trajectories["response_mask"].bool()
+            rollout = trajectories["rollout_log_probs"]
             if TRAJECTORY in batch:
                 first_log_probs = joined(first_log_probs, batch, mask.shape)
             seen = mask & ~first_log_probs.isnan()

@@ -31,7 +31,9 @@ class DataParallelPPOCritic:
         rollout_n: int = 1,
         seed: int = 0,
     ):
-        self.config, self.engine, self.limits = config, engine, limits
+        self.config = config
+        self.engine = engine
+        self.limits = limits
         self.loop = UpdateLoop("critic", config, engine, limits, rollout_n, seed)
 
     def compute_values(self, data: DataProto) -> Tensor:
@@ -68,7 +70,8 @@ class ValueObjective:
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
         """The micro-batch's share of the loss and of the metrics."""
-        vpreds, denominator = micro_batch.unpack(outputs[0]), self.mini_batch.denominator
+        vpreds = micro_batch.unpack(outputs[0])
+        denominator = self.mini_batch.denominator
         loss, clip_fraction = compute_value_loss(
             vpreds,
             self._rows("returns", micro_batch),

@@ -44,9 +44,13 @@ CALLED = "6cef780a"  # digest of what the kernels call in cpu_kernel.py; a test 
 _MOST_LOGITS = 2**26  # of a chunk of rows: 128 MB
 _FLOOR = np.float32(-1e4)
 _BLOCK = 64  # rows whose share of a weight's gradient is summed together
-_ZERO, _HALF, _ONE, _TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
+_ZERO = np.float32(0.0)
+_HALF = np.float32(0.5)
+_ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
 _THREE = np.float32(3.0)
-_GELU_SCALE, _GELU_CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
+_GELU_SCALE = np.float32(0.7978845608028654)
+_GELU_CUBE = np.float32(0.044715)
 
 
 def use_cpu_layers(module: PolicyModel | ValueModel) -> bool:
@@ -77,7 +81,9 @@ def _forward(
     `shorten_last_layer`).
     """
     wanted = wanted if is_last else None
-    attention, mlp, is_gemma = self.self_attn, self.mlp, isinstance(self, Gemma3DecoderLayer)
+    attention = self.self_attn
+    mlp = self.mlp
+    is_gemma = isinstance(self, Gemma3DecoderLayer)
     x = hidden_states[0]
     normed = _normed(x, self.input_layernorm, is_gemma)
     heads = (len(x), -1, attention.head_dim)
@@ -102,7 +108,8 @@ def _forward(
     attended = attended[0].flatten(1)
     if wanted is not None:
         own = packing.own(wanted)
-        x, attended = x.index_select(0, own), attended.index_select(0, own)
+        x = x.index_select(0, own)
+        attended = attended.index_select(0, own)
     out = attention.o_proj(attended)
     if is_gemma:
         x = _Norm.apply(out, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps, 1.0, x)
@@ -129,8 +136,11 @@ def _normed(x: Tensor, norm: Any, is_gemma: bool) -> Tensor:
 
 
 def _turned(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, is_gemma: bool) -> Tensor:
-    weight = None if norm is None else norm.weight
-    eps = 0.0 if norm is None else norm.eps if is_gemma else norm.variance_epsilon
+    weight = None
+    eps = 0.0
+    if norm is not None:
+        weight = norm.weight
+        eps = norm.eps if is_gemma else norm.variance_epsilon
     return _Turned.apply(x, weight, cos, sin, eps, 1.0 if is_gemma else 0.0)
 
 
@@ -143,20 +153,24 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None
     ) -> Tensor:
-        x, factors = x.contiguous(), weight.float() + offset
+        x = x.contiguous()
+        factors = weight.float() + offset
         out = torch.empty(x.shape, dtype=torch.bfloat16 if residual is None else torch.float32)
         before = np.empty((0, 0), dtype=np.float32) if residual is None else residual.contiguous().numpy()
         arguments = as_array(x), factors.numpy(), np.float32(eps), before, as_array(out)
         share_rows(_norm_forward, len(x), *arguments)
         ctx.save_for_backward(x, factors)
-        ctx.eps, ctx.dtype, ctx.adds = np.float32(eps), weight.dtype, residual is not None
+        ctx.eps = np.float32(eps)
+        ctx.dtype = weight.dtype
+        ctx.adds = residual is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, factors = ctx.saved_tensors
-        grad, grad_x = grad.contiguous(), torch.empty_like(x)
+        grad = grad.contiguous()
+        grad_x = torch.empty_like(x)
         of_blocks = torch.zeros(-(-len(x) // _BLOCK), x.shape[1])
         arguments = as_array(x), factors.numpy(), ctx.eps, as_array(grad), as_array(grad_x)
         share_rows(_norm_backward, len(of_blocks), *arguments, of_blocks.numpy())
@@ -177,14 +191,16 @@ class _Turned(torch.autograd.Function):
         arguments = as_array(x), factors.numpy(), np.float32(eps), *tables, as_array(out)
         share_rows(_turn_forward, len(x), *arguments)
         ctx.save_for_backward(x, factors, cos, sin)
-        ctx.eps, ctx.dtype = np.float32(eps), None if weight is None else weight.dtype
+        ctx.eps = np.float32(eps)
+        ctx.dtype = None if weight is None else weight.dtype
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, factors, cos, sin = ctx.saved_tensors
-        grad, grad_x = grad.contiguous(), torch.empty_like(x)
+        grad = grad.contiguous()
+        grad_x = torch.empty_like(x)
         of_blocks = torch.zeros(-(-len(x) // _BLOCK), len(factors))
         arguments = as_array(x), factors.numpy(), ctx.eps, cos.numpy(), sin.numpy(), as_array(grad)
         share_rows(_turn_backward, len(of_blocks), *arguments, as_array(grad_x), of_blocks.numpy())
@@ -197,7 +213,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, code: int) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         out = torch.empty_like(gate)
         share_rows(_gate_forward, len(gate), as_array(gate), as_array(up), code, as_array(out))
         ctx.save_for_backward(gate, up)
@@ -208,7 +225,8 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        of_gate = torch.empty_like(gate)
+        of_up = torch.empty_like(up)
         inputs = as_array(gate), as_array(up), ctx.code, as_array(grad.contiguous())
         share_rows(_gate_backward, len(gate), *inputs, as_array(of_gate), as_array(of_up))
         return of_gate, of_up, None
@@ -229,8 +247,10 @@ class _LogProb(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, matrix = hidden.bfloat16(), weight.bfloat16()
-        scale, figures = np.float32(1.0 / temperature), torch.empty(4, len(hidden))
+        inputs = hidden.bfloat16()
+        matrix = weight.bfloat16()
+        scale = np.float32(1.0 / temperature)
+        figures = torch.empty(4, len(hidden))
         chunks = range(0, len(hidden), max(MIN_CHUNK_ROWS, _MOST_LOGITS // len(weight)))
         for start in chunks:
             rows = slice(start, start + chunks.step)
@@ -239,7 +259,9 @@ class _LogProb(torch.autograd.Function):
             share_rows(_log_prob_forward, len(logits), *arguments)
         kept = logits if len(chunks) == 1 else None
         ctx.save_for_backward(inputs, matrix, labels, figures, kept)
-        ctx.chunks, ctx.scale, ctx.dtypes = chunks, scale, (hidden.dtype, weight.dtype)
+        ctx.chunks = chunks
+        ctx.scale = scale
+        ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.set_materialize_grads(False)
         log_probs, entropy, sum_pi_squared = figures[:3].unbind()
         ctx.mark_non_differentiable(sum_pi_squared)
@@ -255,7 +277,8 @@ class _LogProb(torch.autograd.Function):
         for pull, grad in zip(pulls, (grad_log_probs, grad_entropy), strict=True):
             if grad is not None:
                 pull.copy_(grad)
-        grad_hidden, grad_weight = torch.empty_like(inputs), None
+        grad_hidden = torch.empty_like(inputs)
+        grad_weight = None
         sum_dtype = torch.float32 if len(ctx.chunks) > 1 else ctx.dtypes[1]
         for start in ctx.chunks:
             rows = slice(start, start + ctx.chunks.step)
@@ -279,7 +302,9 @@ def _log_prob_forward(first, last, logits, labels, scale, figures):
         top = load(logits[row, 0])
         for i in range(logits.shape[1]):
             top = max(top, load(logits[row, i]))
-        total, weighted, squared = _ZERO, _ZERO, _ZERO
+        total = _ZERO
+        weighted = _ZERO
+        squared = _ZERO
         for i in range(logits.shape[1]):
             above = (load(logits[row, i]) - top) * scale
             power = exp_nonpositive(above)
@@ -297,7 +322,8 @@ def _log_prob_forward(first, last, logits, labels, scale, figures):
 def _log_prob_backward(first, last, logits, labels, scale, figures, pulls):
     """The logits' gradient in their place: a (onehot - p) - b p (log p + H), by the temperature."""
     for row in range(first, last):
-        of_label, of_entropy = pulls[0, row] * scale, pulls[1, row] * scale
+        of_label = pulls[0, row] * scale
+        of_entropy = pulls[1, row] * scale
         for i in range(logits.shape[1]):
             log_p = load(logits[row, i]) * scale - figures[3, row]
             pull = of_label + of_entropy * (max(log_p, _FLOOR) + figures[1, row])
@@ -339,7 +365,8 @@ def _norm_backward(first, last, x, weight, eps, grad, grad_x, grad_weight):
                 total += load(grad[row, i]) * weight[i] * load(x[row, i])
             pull = total * factor * factor * factor / np.float32(width)
             for i in range(width):
-                value, g = load(x[row, i]), load(grad[row, i])
+                value = load(x[row, i])
+                g = load(grad[row, i])
                 grad_weight[block, i] += g * value * factor
                 grad_x[row, i] = store(g * weight[i] * factor - value * pull, grad_x[row, i])
 
@@ -352,10 +379,13 @@ def _turn_forward(first, last, x, weight, eps, cos, sin, out):
             is_normed = weight.shape[0] > 0
             factor = _inverse(x[row, head], eps) if is_normed else _ONE
             for i in range(half):
-                a, b = load(x[row, head, i]) * factor, load(x[row, head, half + i]) * factor
+                a = load(x[row, head, i]) * factor
+                b = load(x[row, head, half + i]) * factor
                 if is_normed:
-                    a, b = a * weight[i], b * weight[half + i]
-                c, s = cos[row, i], sin[row, i]
+                    a = a * weight[i]
+                    b = b * weight[half + i]
+                c = cos[row, i]
+                s = sin[row, i]
                 out[row, head, i] = store(a * c - b * s, out[row, head, i])
                 out[row, head, half + i] = store(b * c + a * s, out[row, head, i])
 
@@ -369,12 +399,17 @@ def _turn_backward(first, last, x, weight, eps, cos, sin, grad, grad_x, grad_wei
         for row in range(block * _BLOCK, min((block + 1) * _BLOCK, x.shape[0])):
             for head in range(x.shape[1]):
                 for i in range(half):
-                    a, b = load(grad[row, head, i]), load(grad[row, head, half + i])
-                    c, s = cos[row, i], sin[row, i]
-                    turned[i], turned[half + i] = a * c + b * s, b * c - a * s
-                factor, pull = _ONE, _ZERO
+                    a = load(grad[row, head, i])
+                    b = load(grad[row, head, half + i])
+                    c = cos[row, i]
+                    s = sin[row, i]
+                    turned[i] = a * c + b * s
+                    turned[half + i] = b * c - a * s
+                factor = _ONE
+                pull = _ZERO
                 if weight.shape[0] > 0:
-                    factor, total = _inverse(x[row, head], eps), _ZERO
+                    factor = _inverse(x[row, head], eps)
+                    total = _ZERO
                     for i in range(2 * half):
                         value = load(x[row, head, i])
                         grad_weight[block, i] += turned[i] * value * factor
@@ -406,8 +441,10 @@ def _gate_forward(first, last, gate, up, code, out):
 def _gate_backward(first, last, gate, up, code, grad, of_gate, of_up):
     for row in range(first, last):
         for i in range(gate.shape[1]):
-            x, g = load(gate[row, i]), load(grad[row, i])
-            inner, slope = x, _ONE
+            x = load(gate[row, i])
+            g = load(grad[row, i])
+            inner = x
+            slope = _ONE
             if code != SILU:
                 inner = _TWO * _GELU_SCALE * (x + _GELU_CUBE * x * x * x)
                 slope = _TWO * _GELU_SCALE * (_ONE + _THREE * _GELU_CUBE * x * x)

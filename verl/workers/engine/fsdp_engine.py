@@ -135,7 +135,9 @@ class TrainEngine(Engine):
         grad_clip: float = 1.0,
         sequence_parallel_size: int = 1,
     ):
-        self.device, self.world_size, self.precision = device, world_size, precision
+        self.device = device
+        self.world_size = world_size
+        self.precision = precision
         self.grad_clip = grad_clip
         fsdp_size = fsdp_config["fsdp_size"]
         self.layout = ProcessLayout.build(device, world_size, fsdp_size, sequence_parallel_size)
@@ -351,7 +353,8 @@ class TrainEngine(Engine):
         assert self.scheduler is not None
         if self._writing_group is None and self.world_size > 1:
             self._writing_group = dist.new_group(backend="gloo")
-        folder, offloads = Path(path), self.offloads_params or self._offloads_optimizer
+        folder = Path(path)
+        offloads = self.offloads_params or self._offloads_optimizer
         folder.mkdir(parents=True, exist_ok=True)
         with self.loaded(optimizer=True):
             model, optimizer = self._state()

@@ -106,7 +106,8 @@ def _short_forward(
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, packing=replace(packing, wanted=wanted), **kwargs)
     own = packing.own(wanted)
-    rows, attended = hidden_states.index_select(1, own), attended.index_select(1, own)
+    rows = hidden_states.index_select(1, own)
+    attended = attended.index_select(1, own)
     if isinstance(self, Gemma3DecoderLayer):  # norms what each half gives back, too
         rows = rows + self.post_attention_layernorm(attended)
         return rows + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
@@ -140,7 +141,9 @@ class PolicyModel(nn.Module):
         self, model: PreTrainedModel, adapters: Adapters | None = None, unread: Unread | None = None
     ):
         super().__init__()
-        self.model, self.adapters, self.unread = model, adapters, unread
+        self.model = model
+        self.adapters = adapters
+        self.unread = unread
         self.is_short = shorten_last_layer(model.base_model)
         self.log_prob: Callable[..., tuple[Tensor, Tensor, Tensor]] = linear_log_prob
 
@@ -167,7 +170,9 @@ class ValueModel(nn.Module):
         self, model: PreTrainedModel, adapters: Adapters | None = None, unread: Unread | None = None
     ):
         super().__init__()
-        self.model, self.adapters, self.unread = model, adapters, unread
+        self.model = model
+        self.adapters = adapters
+        self.unread = unread
         self.is_short = shorten_last_layer(model)
         width = model.config.get_text_config().hidden_size
         dtype = torch.float32 if adapters else next(model.parameters()).dtype
@@ -208,7 +213,8 @@ def keep_stream_in_float32(backbone: Any) -> None:
     (FSDP2 gathers it in bfloat16), and under autocast it stays so, as in rollouts of the native engine. The
     factor on Gemma's embeddings is rounded, as there and in Hugging Face's, but the product is not.
     """
-    embedding, factor = backbone.get_input_embeddings(), 1.0
+    embedding = backbone.get_input_embeddings()
+    factor = 1.0
     if hasattr(embedding, "embed_scale"):
         factor = float(embedding.embed_scale.bfloat16())
         embedding.embed_scale.fill_(1.0)
@@ -347,14 +353,16 @@ def _empty(
     """The model with weights that are unread. None: the files have other names or shapes than the model, or
     there are more files than the model's.
     """
-    index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
     if index.is_file():
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     if {path.name for path in folder.glob("*.safetensors")} != files:
         return None
     with parameters_on_meta():
         model = auto_class.from_config(config, **options)
-    shapes, names = shapes_in(folder), {}
+    shapes = shapes_in(folder)
+    names = {}
     if any(name in shapes for name, _ in model.named_buffers()):
         return None
     for name, parameter in model.named_parameters():
@@ -409,7 +417,8 @@ def set_forward(layer: Any, function: Callable[..., torch.Tensor]) -> None:
     off. Nothing is random in a layer, so checkpoints keep no state of generators. Hooks at each saved tensor
     cost the host milliseconds, so only an input without a gradient takes that way.
     """
-    checkpoints, layer.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False), False
+    checkpoints = getattr(layer, "gradient_checkpointing", False)
+    layer.gradient_checkpointing = False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if checkpoints and layer.training and torch.is_grad_enabled():

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from peft.tuners.lora import Linear as LoraLinear
 
 ADAPTER = "default"  # PEFT's name for the one adapter
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."  # of names in PEFT's files
 
 
@@ -120,7 +121,8 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
         )
     from peft import LoraConfig
 
-    rank, path = model_config.get("lora_rank", 0), model_config.get("lora_adapter_path")
+    rank = model_config.get("lora_rank", 0)
+    path = model_config.get("lora_adapter_path")
     if path is None:
         return LoraConfig(
             r=rank,
@@ -141,7 +143,9 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
             f"{folder}: the adapter was made with init_lora_weights={config.init_lora_weights}, which "
             "changes the base model; expected a plain LoRA adapter."
         )
-    config.inference_mode, config.lora_dropout = False, 0.0  # chance must not enter a token's probability
+    # chance must not enter a token's probability
+    config.inference_mode = False
+    config.lora_dropout = 0.0
     return config
 
 

@@ -62,7 +62,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(
         self, parameters: Sequence[nn.Parameter], matrices: Collection[int], optim: Mapping[str, Any]
     ) -> None:
-        lr, betas = optim["lr"], (optim["betas"][0], optim["betas"][1])
+        lr = optim["lr"]
+        betas = (optim["betas"][0], optim["betas"][1])
         adamw_lr = lr if optim["adamw_lr"] is None else optim["adamw_lr"]
         settings: list[dict[str, Any]] = [
             {"params": [], "lr": lr, "momentum": optim["momentum"], "weight_decay": optim["weight_decay"]},
@@ -86,13 +87,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 self._adamw(parameters, group)
 
     def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        gradient, momentum = parameter.grad, group["momentum"]
+        gradient = parameter.grad
+        momentum = group["momentum"]
         assert gradient is not None
         average = self.state[parameter]["momentum_buffer"]
         average.mul_(momentum).add_(gradient)
         update = orthogonalised(whole(gradient.add(average, alpha=momentum)))
         if isinstance(parameter, DTensor):  # each process has the whole update: none is sent anything
-            mesh, placements = parameter.device_mesh, parameter.placements
+            mesh = parameter.device_mesh
+            placements = parameter.placements
             update = distribute_tensor(update, mesh, placements, src_data_rank=None)
         size = 0.2 * math.sqrt(max(parameter.shape))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -140,7 +143,9 @@ def build_optimizer(
 
 def adamw(parameters: Iterable[nn.Parameter], optim: Mapping[str, Any]) -> torch.optim.AdamW:
     """AdamW of an `optim` block, without any state yet."""
-    lr, betas, decay = optim["lr"], (optim["betas"][0], optim["betas"][1]), optim["weight_decay"]
+    lr = optim["lr"]
+    betas = (optim["betas"][0], optim["betas"][1])
+    decay = optim["weight_decay"]
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay, fused=True)
 
 
@@ -174,8 +179,10 @@ def build_scheduler(optimizer: torch.optim.Optimizer, optim: Mapping[str, Any]) 
     `total_training_steps`. One step of it is one training step (of update_actor or update_critic), not one
     mini-batch.
     """
-    num_warmup, num_total = optim["lr_warmup_steps"], optim["total_training_steps"]
-    style, min_ratio = optim["warmup_style"], optim["min_lr_ratio"] or 0.0
+    num_warmup = optim["lr_warmup_steps"]
+    num_total = optim["total_training_steps"]
+    style = optim["warmup_style"]
+    min_ratio = optim["min_lr_ratio"] or 0.0
     ratio = optim["lr_warmup_steps_ratio"] if num_warmup < 0 else 0.0
     if num_total <= 0 and (style != "constant" or ratio):
         raise ValueError(

@@ -27,7 +27,8 @@ class Reference:
 
     def __init__(self, policy: Engine, own: Engine | None):
         assert own is not None or policy.adapters is not None
-        self.policy, self.own = policy, own
+        self.policy = policy
+        self.own = own
         self.is_reset = False
         self._kept: dict[str, Tensor] = {}  # with LoRA: the adapters of the last reset
 

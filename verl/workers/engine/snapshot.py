@@ -40,7 +40,8 @@ class Snapshot:
     """
 
     def __init__(self, copy: Callable[[], None] | None = None, write: Callable[[], None] = nothing):
-        self._copy, self._write = copy or nothing, write
+        self._copy = copy or nothing
+        self._write = write
         self._is_taken = threading.Event()
         if copy is None:
             self._is_taken.set()

@@ -93,7 +93,8 @@ def pack_micro_batches(
     index = index[torch.stack([mask[index].any(dim=1) for mask in masks]).any(dim=0)]
     stays_with = batch[TRAJECTORY][index] if TRAJECTORY in batch and not limits.padded else index
     counts = stays_with.unique_consecutive(return_counts=True)[1]
-    units, last = index.split(counts.tolist()), index[counts.cumsum(0) - 1]
+    units = index.split(counts.tolist())
+    last = index[counts.cumsum(0) - 1]
     attention = tensors["attention_mask"][last].bool()
     lengths = attention.sum(dim=1).tolist()
     if limits.padded:  # each context is padded to the longest
@@ -203,7 +204,10 @@ class UpdateLoop:
         loss_scale_factor: float | None = None,
     ):
         self.engine = engine
-        self.name, self.config, self.limits, self.seed = name, config, limits, seed
+        self.name = name
+        self.config = config
+        self.limits = limits
+        self.seed = seed
         self.loss_scale_factor = loss_scale_factor
         self.mini_batch_rows = rows_per_rank(config["ppo_mini_batch_size"], rollout_n, engine.data.size)
         self.num_skipped_in_a_row = 0
@@ -224,7 +228,8 @@ class UpdateLoop:
                 `uid` names them in the log. batch: its tensors, or those of their turns' rows
                 (`verl/utils/turn_rows.py`): mini-batches are sets of rows of `data` all the same.
         """
-        engine, num_skipped = self.engine, 0
+        engine = self.engine
+        num_skipped = 0
         of_steps: dict[str, list[float]] = {}  # of each metric, its values in the optimizer steps
         with engine.loaded(optimizer=True):
             for mini_batch in self._mini_batches(data, batch):
@@ -247,7 +252,8 @@ class UpdateLoop:
                         of_steps.setdefault(name, []).append(value)
                 else:
                     num_skipped += 1
-                    rows, names = mini_batch.rows, data.non_tensor_batch.get("uid")
+                    rows = mini_batch.rows
+                    names = data.non_tensor_batch.get("uid")
                     if names is not None and TRAJECTORY in batch:
                         names = names[batch[TRAJECTORY].numpy()]
                     self._count_skipped(partial(first_not_finite, engine, batch, rows, objective, names))
@@ -301,12 +307,14 @@ class UpdateLoop:
         there is nothing else: the optimizer steps (momentum, decay) on zeros too. Idle rows come first, so
         that the last pass is a backward one, after which sharded weights are given back.
         """
-        engine, shares = self.engine, list[Share]()
+        engine = self.engine
+        shares = list[Share]()
         idle = set(objective.idle_rows)
         active = [row for row in mini_batch.rows if row not in idle]
         num_idle, idle_parts = self._micro_batches(batch, sorted(idle))
         num_active, active_parts = self._micro_batches(batch, active)
-        micro_batches, options = chain(idle_parts, active_parts), objective.options
+        micro_batches = chain(idle_parts, active_parts)
+        options = objective.options
         num_backward = num_active or min(num_idle, 1)
         if not num_backward:
             return {}

@@ -64,7 +64,9 @@ def cuda_names(device: torch.device) -> Iterator[None]:
         answer = kept[0](tensor, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    Tensor.type, Tensor.cuda = type_of, lambda tensor, *_, **__: tensor  # type: ignore[method-assign,assignment]
+    # type: ignore[method-assign,assignment]
+    Tensor.type = type_of
+    Tensor.cuda = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:

@@ -45,7 +45,8 @@ class RMSNorm(nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps, self._norm = eps, _fused(_norm) if config.bias_activation_fusion else _norm
+        self.eps = eps
+        self._norm = _fused(_norm) if config.bias_activation_fusion else _norm
 
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self._norm(x, self.weight, self.eps)

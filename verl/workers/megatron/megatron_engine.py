@@ -75,8 +75,11 @@ class MegatronEngine(Engine):
         optim: Mapping[str, Any] | None = None,
         grad_clip: float = 1.0,
     ):
-        self.built, self.precision, self.device = built, precision, device
-        self.world_size, self.data = dist.get_world_size(), data_position()
+        self.built = built
+        self.precision = precision
+        self.device = device
+        self.world_size = dist.get_world_size()
+        self.data = data_position()
         self.weights_version = 0
         self.optimizer: ShardedAdamW | None = None
         self.scheduler = None
@@ -137,7 +140,8 @@ class MegatronEngine(Engine):
     # ------------------------------------------------------------------------------------------- memory
 
     def _set_offloads(self, fsdp_config: Mapping[str, Any]) -> None:
-        on_cuda, optimizer = self.device.type == "cuda", self.optimizer
+        on_cuda = self.device.type == "cuda"
+        optimizer = self.optimizer
         self.offloads_params = on_cuda and bool(fsdp_config["param_offload"])
         self._parameters: list[ParkedStorage] = []  # needed for every pass
         self._update_state: list[ParkedStorage] = []  # needed for updates besides
@@ -316,7 +320,8 @@ class MegatronEngine(Engine):
         """(parameter's name here, this process's tensor for it) of all that it has, from a stream of whole
         tensors in the order of `whole_tensors`.
         """
-        weights, pieces = self.built.weights, dict[str, Tensor]()
+        weights = self.built.weights
+        pieces = dict[str, Tensor]()
         for parameter in weights.parameters:
             if not parameter.copied:  # a copy comes right after what it is of
                 pieces = {name: whole for _, (name, whole) in zip(parameter.pieces, stream, strict=False)}

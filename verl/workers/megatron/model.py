@@ -67,7 +67,9 @@ class _Stage(GPTModel):
             share_embeddings_and_output_weights=shape.tied and keeps_head,
             position_embedding_type="none",
         )
-        self.shape, self.rotary = shape, rotary  # Hugging Face's: (cos, sin), each [1, t, D]
+        # Hugging Face's: (cos, sin), each [1, t, D]
+        self.shape = shape
+        self.rotary = rotary
 
     def _hidden_states(self, pack: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
         """[t, 1, D] after this stage's layers, t tokens of this process and tensor rank."""
@@ -205,7 +207,8 @@ def build_model(
     built = BuiltModel(stage.to(device), weights, config, shape, hugging_face)
     # Megatron marks what is cut over tensor ranks, for its gradient norm, when it draws initial weights.
     for parameter in weights.here:
-        tensor, cut = built.parameter(parameter.name), parameter.pieces[0].cut
+        tensor = built.parameter(parameter.name)
+        cut = parameter.pieces[0].cut
         if cut is not None and not hasattr(tensor, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(tensor, True, cut, 1)
     weights.fill(built.parameter, initial_weights(model_config, built))
@@ -237,7 +240,8 @@ def padded(pack: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
     missing = -num_tokens % multiple
     if not missing:
         return pack
-    zeros, packing = pack.input_ids.new_zeros(1, missing), pack.packing
+    zeros = pack.input_ids.new_zeros(1, missing)
+    packing = pack.packing
     key_index = packing.key_index
     if key_index is not None:
         own = torch.arange(num_tokens, num_tokens + missing, device=key_index.device)

@@ -39,7 +39,8 @@ class ShardedAdamW:
     """
 
     def __init__(self, built: BuiltModel, optim: Mapping[str, Any], grad_clip: float, device: torch.device):
-        self.device, self.grad_clip = device, grad_clip
+        self.device = device
+        self.grad_clip = grad_clip
         self._group = mpu.get_data_parallel_group(with_context_parallel=True)  # of the same parameters
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True

@@ -30,7 +30,9 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, config: TransformerConfig, num_outputs: int):
-        self.model, self.config, self.num_outputs = model, config, num_outputs
+        self.model = model
+        self.config = config
+        self.num_outputs = num_outputs
         self.num_stages = mpu.get_pipeline_model_parallel_world_size()
         self._is_last = mpu.is_pipeline_last_stage()
         self._run = get_forward_backward_func(self.num_stages)

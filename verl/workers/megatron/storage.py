@@ -16,7 +16,8 @@ class ParkedStorage:
 
     def __init__(self, tensors: Iterable[Tensor], keeps: bool = True):
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
-        self._storages, self.keeps = list(storages.values()), keeps
+        self._storages = list(storages.values())
+        self.keeps = keeps
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._kept: list[torch.UntypedStorage] = []
         self.is_here = True

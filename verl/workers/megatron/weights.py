@@ -95,7 +95,9 @@ class WeightMap:
     """
 
     def __init__(self, shape: ModelShape, sizes: ParallelSizes, has_head: bool):
-        self.shape, self.sizes, self.has_head = shape, sizes, has_head
+        self.shape = shape
+        self.sizes = sizes
+        self.has_head = has_head
         self.last_stage = sizes.pipeline - 1
         self.parameters = [*self._embedding(), *self._layers(), *self._head()]
         stage = mpu.get_pipeline_model_parallel_rank()
@@ -107,7 +109,8 @@ class WeightMap:
 
     def local(self, parameter: MegatronParameter, read: Read) -> Tensor:
         """This tensor rank's tensor of a parameter, from whole tensors or files of them; padding is 0."""
-        rank, size = mpu.get_tensor_model_parallel_rank(), self.sizes.tensor
+        rank = mpu.get_tensor_model_parallel_rank()
+        size = self.sizes.tensor
         parts = []
         for piece in parameter.pieces:
             region = read(piece, piece.region(rank, size))
@@ -175,14 +178,16 @@ class WeightMap:
 
     def _layer(self, prefix: str) -> Iterator[tuple[str, list[Piece], int]]:
         """(Megatron's name within the layer, pieces, groups) of a layer's parameters."""
-        shape, hidden = self.shape, self.shape.hidden
+        shape = self.shape
+        hidden = self.shape.hidden
         widths = {
             "q": shape.num_heads * shape.head_width,
             "k": shape.num_key_heads * shape.head_width,
             "v": shape.num_key_heads * shape.head_width,
         }
         groups = shape.num_key_heads // self.sizes.tensor
-        attention, feed_forward = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
+        feed_forward = f"{prefix}.mlp"
 
         def qkv(kind: str, *rest: int) -> list[Piece]:
             return [Piece(f"{attention}.{x}_proj.{kind}", (n, *rest), cut=0) for x, n in widths.items()]
@@ -208,7 +213,8 @@ class WeightMap:
         yield "mlp.linear_fc2.weight", [down], 1
 
     def _head(self) -> Iterator[MegatronParameter]:
-        shape, last = self.shape, self.last_stage
+        shape = self.shape
+        last = self.last_stage
         norm = Piece("model.norm.weight", (shape.hidden,))
         yield MegatronParameter(last, "decoder.final_layernorm.weight", (norm,))
         if not self.has_head:

@@ -146,7 +146,9 @@ class RolloutSession:
         self.tokens.extend(new_tokens)
         self.turn_start = len(self.tokens)
         self.limit = min(params.max_tokens, max_model_len - self.turn_start)
-        self.log_probs, self.model_log_probs, self.version_first = [], [], None
+        self.log_probs = []
+        self.model_log_probs = []
+        self.version_first = None
         eos: frozenset[int] = frozenset() if params.ignore_eos else params.eos_token_ids
         self.ends = eos | (params.stop.candidate_ids if params.stop else frozenset())
         self.under_way = True
@@ -200,7 +202,8 @@ class RolloutEngine(ABC, Generic[Session]):
     session_class: type[Session]
 
     def __init__(self, max_model_len: int, vocab_size: int) -> None:
-        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         self.version = -1
         self._sessions: dict[int, Session] = {}
         self._full: list[Session] = []  # resumed with more tokens than max_model_len has room for

@@ -85,7 +85,8 @@ def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     num_bytes = 2 * sum(parameter.numel() for parameter in skeleton.parameters())
-    text, limit = config.get_text_config(), MOST_WEIGHT_BYTES * (2 if rollout.placement == "apart" else 1)
+    text = config.get_text_config()
+    limit = MOST_WEIGHT_BYTES * (2 if rollout.placement == "apart" else 1)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     both = math.gcd(most, text.num_attention_heads)
     sizes = [n for n in range(1, both + 1) if both % n == 0 and (heads % n == 0 or n % heads == 0)]
@@ -159,7 +160,8 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
             remedy = "raise rollout.gpu_memory_utilization"
         most = max(min(left, most), 0)
     else:
-        most, remedy = most_on_cpu(rollout.kv_cache_gb), "raise rollout.kv_cache_gb"
+        most = most_on_cpu(rollout.kv_cache_gb)
+        remedy = "raise rollout.kv_cache_gb"
     if most < sequence:
         raise ValueError(
             f"the KV cache may take {most / (1 << 30):.3g} GiB, but one trajectory of "
@@ -183,7 +185,8 @@ def _vllm_arguments(
     rollout: Rollout, model: Policy, model_config: PretrainedConfig, request: EngineRequest
 ) -> dict[str, Any]:
     """What vLLM is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
-    max_num_seqs, sharing = sequences_at_once(rollout.max_num_seqs, request.num_rows), request.sharing
+    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
+    sharing = request.sharing
     if rollout.placement == "apart":
         sharing = model_parallel_size(rollout, model, GPUS_OF_A_NODE)
     arguments: dict[str, Any] = {
@@ -202,7 +205,8 @@ def _vllm_arguments(
         total = 1 if request.taken is None else torch.cuda.mem_get_info(request.device)[1]
         arguments["gpu_memory_utilization"] = share = round(gpu_share(rollout, total, request.taken), 3)
         if not share:
-            taken, whole = (request.taken or 0) / (1 << 30), total / (1 << 30)
+            taken = (request.taken or 0) / (1 << 30)
+            whole = total / (1 << 30)
             raise ValueError(
                 f"training holds {taken:.1f} GiB of the GPU's {whole:.1f}, which "
                 "leaves no room for rollouts. Set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true "
@@ -218,7 +222,8 @@ def _vllm_arguments(
         block = 2 * width * request.dtype.itemsize * rollout.block_size
         num_blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1  # vLLM keeps one
         arguments["kv_cache_memory_bytes"] = min(num_blocks * block, MAX_DEFAULT_KV_BYTES)
-    set_here, asked = "rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    set_here = "rollout.tensor_model_parallel_size"
+    asked = rollout.tensor_model_parallel_size
     if "tensor_parallel_size" in rollout.vllm.engine_args:
         raise ValueError(f"rollout.vllm.engine_args has tensor_parallel_size; set {set_here} in its place")
     if rollout.placement == "colocated" and asked not in (None, sharing):
@@ -245,7 +250,8 @@ def _vllm_apart(
     urls = [vllm.server_urls] if isinstance(vllm.server_urls, str) else vllm.server_urls
     if not urls:
         if request.rank == 0:
-            python, ray = vllm.python or sys.executable, sys.modules.get("ray")
+            python = vllm.python or sys.executable
+            ray = sys.modules.get("ray")
             try:
                 if request.device.type == "cuda" and ray is not None and ray.is_initialized():
                     from verl.workers.rollout.vllm.ray_servers import RayServers

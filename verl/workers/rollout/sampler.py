@@ -66,7 +66,9 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]
     distribution that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under
     the plain softmax.
     """
-    device, greedy, cut = logits_AV.device, rows.temperature == 0.0, truncates(rows, logits_AV.shape[1])
+    device = logits_AV.device
+    greedy = rows.temperature == 0.0
+    cut = truncates(rows, logits_AV.shape[1])
     scaled_AV = logits_AV
     if (rows.temperature[~greedy] != 1.0).any():
         scale_A = to_device(torch.from_numpy(np.where(greedy, 1.0, rows.temperature)), device)

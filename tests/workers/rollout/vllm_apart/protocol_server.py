@@ -44,12 +44,21 @@ class ProtocolServer:
     """
 
     def __init__(self):
-        self.label, self.weights, self.kv_version = "default", None, None
-        self.paused, self.pauses = False, 0
+        self.label = "default"
+        self.weights = None
+        self.kv_version = None
+        self.paused = False
+        self.pauses = 0
         self.garbage = self.early_stop = None
-        self.refuses_weights, self.refuses_from, self.holds_at = False, float("inf"), None
-        self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
-        self.requests, self.dropped, self.calls = [], 0, []
+        self.refuses_weights = False
+        self.refuses_from = float("inf")
+        self.holds_at = None
+        self.max_model_len = 512
+        self.extension = EXTENSION
+        self.mode = "processed_logprobs"
+        self.requests = []
+        self.dropped = 0
+        self.calls = []
         self.dead = False
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
@@ -109,7 +118,8 @@ class ProtocolServer:
                     return self.complete(body)
                 server.calls.append(url.path)
                 if url.path == "/pause":
-                    server.paused, server.pauses = True, server.pauses + 1
+                    server.paused = True
+                    server.pauses = server.pauses + 1
                 elif url.path == "/resume":
                     server.paused = False
                 elif url.path == "/update_weight_version":
@@ -143,7 +153,9 @@ class ProtocolServer:
 
             def stream(self, body):
                 pauses = server.pauses
-                tokens, sent, pending = list(body["prompt"]), 0, []
+                tokens = list(body["prompt"])
+                sent = 0
+                pending = []
                 reason = None
                 while reason is None:
                     while pauses == server.pauses and (server.paused or len(tokens) == server.holds_at):

@@ -22,7 +22,8 @@ class VersionSender:
 
 
 def drain(engine, timeout=20.0):
-    completions, deadline = {}, time.monotonic() + timeout
+    completions = {}
+    deadline = time.monotonic() + timeout
     while engine.has_runnable:
         assert time.monotonic() < deadline, "the engine hangs"
         for completion in engine.step():

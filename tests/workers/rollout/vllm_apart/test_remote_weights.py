@@ -72,7 +72,8 @@ def test_a_server_that_does_not_take_the_weights_is_not_used_any_more(start):
 
 def share_servers(rank, world_size, urls, folder):
     """Of a process that shares the servers with another: updates, one of which a server refuses."""
-    sender, told = VersionSender(), []
+    sender = VersionSender()
+    told = []
     places = {"rank": rank, "world_size": world_size}
     engine = RemoteVllmEngine(urls, max_model_len=256, vocab_size=VOCABULARY, sender=sender, **places)
     try:
@@ -92,7 +93,9 @@ def share_servers(rank, world_size, urls, folder):
 @pytest.mark.slow
 def test_processes_share_the_servers_out_and_know_all_of_one_that_failed(tmp_path):
     with ProtocolServer() as first, ProtocolServer() as second, ProtocolServer() as third:
-        second.refuses_from, first.refuses_from, third.refuses_from = 1, 3, 3
+        second.refuses_from = 1
+        first.refuses_from = 3
+        third.refuses_from = 3
         urls = [first.url, second.url, third.url]
         run_ranks(share_servers, 2, urls, tmp_path)
         told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

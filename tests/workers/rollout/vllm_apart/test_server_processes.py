@@ -68,7 +68,8 @@ def test_servers_start_side_by_side_with_the_right_words_and_end_with_their_chil
             url.startswith("http://127.0.0.1:") for url in servers.urls
         )
         for index, (found, url) in enumerate(zip(words, servers.urls, strict=True)):
-            argv, environment = " ".join(found["argv"]), found["environ"]
+            argv = " ".join(found["argv"])
+            environment = found["environ"]
             assert argv.startswith("-m vllm.entrypoints.openai.api_server ")
             for part in (
                 "--model /no/such/model",

@@ -35,7 +35,8 @@ class Receiver(WeightReceiver):
     """A worker whose model is a dict."""
 
     def __init__(self, config, rank=0, breaks_at=None):
-        self.rank, self.device = rank, CPU
+        self.rank = rank
+        self.device = CPU
         self.model_config = SimpleNamespace(hf_config=config, trust_remote_code=False)
         self.loaded = {}
         self.breaks_at = breaks_at
@@ -51,7 +52,9 @@ class Workers:
     """Receivers of one server, each in a thread; a call's answer comes when all have answered."""
 
     def __init__(self, name, receivers):
-        self.url, self.receivers, self.num_workers = f"http://127.0.0.1:{name}", receivers, len(receivers)
+        self.url = f"http://127.0.0.1:{name}"
+        self.receivers = receivers
+        self.num_workers = len(receivers)
         self.threads = ThreadPoolExecutor(2 * len(receivers))
 
     def call(self, method, **arguments):
@@ -117,7 +120,8 @@ def test_workers_hear_at_once_of_a_tensor_that_the_trainer_could_not_send(model)
             raise MemoryError("out of memory")
 
     workers = Workers(4, [Receiver(model.config)])
-    call, answers = workers.call, []
+    call = workers.call
+    answers = []
     workers.call = lambda *words, **arguments: answers.append(call(*words, **arguments)) or answers[-1]
     sender = WeightSender("gloo", CPU, torch.float32)
     pairs = [*list(model.named_parameters())[:2], ("third", Broken())]
@@ -132,8 +136,10 @@ def test_a_server_that_takes_nothing_more_is_given_up(model, dies, monkeypatch):
     """It dies in the midst of a tensor that no buffer holds, or stands still."""
     monkeypatch.setattr(weight_transfer, "TENSOR_SECONDS", 60.0 if dies else 3.0)
     monkeypatch.setattr(weight_transfer, "LEAVE_SECONDS", 0.1)  # its workers never come
-    silent, good = Workers(5, [Receiver(model.config)]), Workers(6, [Receiver(model.config)])
-    call, gone = silent.call, Future()
+    silent = Workers(5, [Receiver(model.config)])
+    good = Workers(6, [Receiver(model.config)])
+    call = silent.call
+    gone = Future()
 
     def lost(method, **arguments):
         if method != "rollout_receive":
@@ -143,7 +149,8 @@ def test_a_server_that_takes_nothing_more_is_given_up(model, dies, monkeypatch):
         return gone
 
     silent.call = lost
-    sender, started = WeightSender("gloo", CPU, torch.float32), time.monotonic()
+    sender = WeightSender("gloo", CPU, torch.float32)
+    started = time.monotonic()
     failed = sender.send([silent, good], [("large", torch.zeros(2**23))], 1)
     assert time.monotonic() - started < 40
     assert ("the server is gone" if dies else "did not take a tensor") in failed[silent.url]

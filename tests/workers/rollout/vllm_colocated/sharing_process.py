@@ -60,7 +60,8 @@ def of_an_engine(folder, size, asynchronous=False):
         kv_cache_memory_bytes=FEW_BLOCKS // size, async_scheduling=asynchronous,
     )  # fmt: skip
     assert (engine._llm.engine_core.engine_core.batch_queue is not None) == asynchronous
-    prompts, found = random_prompts(30), []
+    prompts = random_prompts(30)
+    found = []
     for version in range(2):
         engine.load_weights(make_model("two-heads", seed=version).named_parameters(), version)
         with engine.leading() as leads:
@@ -97,7 +98,9 @@ def of_a_worker(folder, size):
 
 
 def main():
-    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder = Path(sys.argv[1])
+    rank = int(sys.argv[2])
+    size = int(sys.argv[3])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     own = folder / str(rank)
     make_model("two-heads").save_pretrained(

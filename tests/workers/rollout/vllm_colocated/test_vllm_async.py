@@ -71,7 +71,9 @@ def turns(engine: Any) -> tuple[list[Completion], set[int]]:
     params = [SamplingParams(25, seed=seed, stop=stop, **kinds[seed % 4]) for seed in range(24)]
     prompts = [[3, 4, *prompt] for prompt in random_prompts(24, 20)]
     ids = [engine.open(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    ended, found, under_way = {}, [], []
+    ended = {}
+    found = []
+    under_way = []
     for turn in range(3):
         begun = len(under_way)
         while engine.has_runnable:
@@ -80,7 +82,8 @@ def turns(engine: Any) -> tuple[list[Completion], set[int]]:
             if turn == 1 and len(under_way) == begun + 3:
                 for session_id in ids[:6]:
                     engine.close(session_id)
-                ids, params = ids[6:], params[6:]
+                ids = ids[6:]
+                params = params[6:]
         found += [ended[i] for i in ids]
         for session_id, one in zip(ids, params, strict=True):
             if turn < 2:

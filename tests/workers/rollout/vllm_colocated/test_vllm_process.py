@@ -92,7 +92,8 @@ def test_two_processes_that_share_a_model_sample_what_one_with_the_whole_model_d
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     two, follower, one = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     for part in (0, 1):  # synchronous and asynchronous scheduling
-        (leads, found, preempted), (other_leads, nothing, _) = two[part], follower[part]
+        leads, found, preempted = two[part]
+        other_leads, nothing, _ = follower[part]
         alone_leads, expected, _ = one[0]
         assert (leads, other_leads, alone_leads) == (True, False, True)
         assert nothing == [] and len(found) == 2 * (2 * 30 + 3 * 16) and preempted > 0

@@ -66,7 +66,8 @@ def test_log_probs_are_those_that_were_sampled_from_and_model_log_probs_the_mode
 @pytest.mark.parametrize("choice", [{"temperature": 1.5}, {"temperature": 2.0, "top_k": 12}])
 def test_sampled_tokens_pass_a_chi_square_test(choice: dict[str, Any], engine_for: Get) -> None:
     engine, model = loaded(engine_for)
-    prompt, draws = [5, 6, 7], 6000
+    prompt = [5, 6, 7]
+    draws = 6000
     params = [SamplingParams(2, seed=seed, **choice) for seed in range(draws)]
     completions = generate(engine, [prompt] * draws, params)
     contexts = {(): draws}

@@ -121,7 +121,8 @@ def test_new_weights_in_the_middle_of_turns_leave_no_stale_state(engine_for: Get
     ended = run(engine)
     for session_id, prompt in zip(ids, prompts, strict=True):
         completion = ended[session_id]
-        first, rest = completion.token_ids[:5], completion.token_ids[5:]
+        first = completion.token_ids[:5]
+        rest = completion.token_ids[5:]
         assert first == greedy(old, prompt, 5)
         assert rest == greedy(new, prompt + first, 7)
         (logits,) = reference_logits(new, [prompt + first], [rest])

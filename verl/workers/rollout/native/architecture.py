@@ -108,8 +108,10 @@ class ModelSpec:
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameters of one layer: name after "model.layers.N." -> shape."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden = self.hidden_size
+        inner = self.intermediate_size
+        q_size = self.num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
@@ -249,5 +251,6 @@ def collect_weights(
         {name: taken[f"model.layers.{layer}.{name}"] for name in spec.layer_shapes()}
         for layer in range(spec.num_layers)
     ]
-    embedding, norm = taken["model.embed_tokens.weight"], taken["model.norm.weight"]
+    embedding = taken["model.embed_tokens.weight"]
+    norm = taken["model.norm.weight"]
     return ModelWeights(embedding, layers, norm, taken.get(TIED_HEAD, embedding)), num_bytes

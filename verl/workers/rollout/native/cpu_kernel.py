@@ -23,16 +23,26 @@ from numba.extending import overload
 from torch import Tensor
 
 _LOG2_E = np.float32(1.4426950408889634)
-_LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LN_2_HIGH = np.float32(0.693359375)
+_LN_2_LOW = np.float32(-2.12194440e-4)
 _EXP_FLOOR = np.float32(-87.0)  # below it exp is 0 for us
-_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-_ZERO, _HALF, _ONE, _TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
-_GELU_SCALE, _GELU_CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
+_P0 = np.float32(1.9875691500e-4)
+_P1 = np.float32(1.3981999507e-3)
+_P2 = np.float32(8.3334519073e-3)
+_P3 = np.float32(4.1665795894e-2)
+_P4 = np.float32(1.6666665459e-1)
+_P5 = np.float32(5.0000001201e-1)
+_ZERO = np.float32(0.0)
+_HALF = np.float32(0.5)
+_ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
+_GELU_SCALE = np.float32(0.7978845608028654)
+_GELU_CUBE = np.float32(0.044715)
 NO_WINDOW = 1 << 62
 _ROWS_PER_THREAD = 8  # fewer are not worth waking a thread for
 
-SILU, GELU_TANH = 0, 1
+SILU = 0
+GELU_TANH = 1
 ACTIVATION_CODES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
@@ -202,7 +212,8 @@ def gate(first, last, gate_up, activation, out):
     """out [T, I] = activation(gate_up[:, :I]) * gate_up[:, I:]."""
     inner = out.shape[1]
     for row in range(first, last):
-        gates, ups = gate_up[row, :inner], gate_up[row, inner:]
+        gates = gate_up[row, :inner]
+        ups = gate_up[row, inner:]
         if activation == SILU:
             for i in range(inner):
                 out[row, i] = store(_silu(load(gates[i])) * load(ups[i]), out[row, i])
@@ -221,12 +232,16 @@ def _turn(qkv, row, head, weight, eps, cos, sin, position):
         for i in range(2 * half):
             total += load(qkv[row, head, i]) * load(qkv[row, head, i])
         factor = np.float32(_ONE / np.sqrt(total / np.float32(2 * half) + eps))
-    firsts, seconds = qkv[row, head, :half], qkv[row, head, half:]
+    firsts = qkv[row, head, :half]
+    seconds = qkv[row, head, half:]
     for i in range(half):
-        a, b = load(firsts[i]) * factor, load(seconds[i]) * factor
+        a = load(firsts[i]) * factor
+        b = load(seconds[i]) * factor
         if weight.shape[0] > 0:
-            a, b = a * weight[i], b * weight[half + i]
-        c, s = cos[position, i], sin[position, i]
+            a = a * weight[i]
+            b = b * weight[half + i]
+        c = cos[position, i]
+        s = sin[position, i]
         firsts[i] = store(a * c - b * s, firsts[i])
         seconds[i] = store(b * c + a * s, seconds[i])
 
@@ -242,7 +257,8 @@ def turn_and_keep(
     """
     num_kv_heads = keys.shape[1]
     for row in range(first, last):
-        position, place = positions[row], places[row]
+        position = positions[row]
+        place = places[row]
         for head in range(num_heads):
             _turn(qkv, row, head, q_norm, eps, cos, sin, position)
         for head in range(num_kv_heads):
@@ -259,7 +275,8 @@ def attend(first, last, qkv, num_heads, keys, values, tables, lengths, block_siz
     qkv [T, num_heads + 2 * num_kv_heads, head_dim], rotated; keys, values: flat pool [places, num_kv_heads,
     head_dim]; tables int32 [D, M]; lengths int64 [D]; out [T, num_heads, head_dim].
     """
-    num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
+    num_kv_heads = keys.shape[1]
+    head_dim = keys.shape[2]
     group = num_heads // num_kv_heads
     query = np.empty((num_heads, head_dim), dtype=np.float32)
     result = np.empty((num_heads, head_dim), dtype=np.float32)
@@ -314,12 +331,10 @@ def _block_sums(result, values, first, last, weights, column, group):
         n = column + place - first
         for kv_head in range(values.shape[1]):
             for head in range(kv_head * group, (kv_head + 1) * group):
-                a, b, c, d = (
-                    weights[head, n],
-                    weights[head, n + 1],
-                    weights[head, n + 2],
-                    weights[head, n + 3],
-                )
+                a = weights[head, n]
+                b = weights[head, n + 1]
+                c = weights[head, n + 2]
+                d = weights[head, n + 3]
                 for i in range(values.shape[2]):
                     result[head, i] += (
                         a * load(values[place, kv_head, i])

@@ -152,7 +152,9 @@ class CpuModel:
 
     def hidden(self, batch: StepBatch) -> Tensor:
         """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
-        spec, num_rows, dtype = self._spec, len(batch.token_ids), self._embedding.dtype
+        spec = self._spec
+        num_rows = len(batch.token_ids)
+        dtype = self._embedding.dtype
         x = np.empty((num_rows, spec.hidden_size), dtype=np.float32)
         normed = _with_padding(num_rows, spec.hidden_size, dtype)
         embedding = as_array(self._embedding)
@@ -165,7 +167,8 @@ class CpuModel:
                 # What follows matters only for the rows that are sampled from.
                 if not len(batch.out_rows):  # oneDNN does not take 0 rows
                     return torch.empty((0, spec.hidden_size), dtype=dtype)
-                x, num_rows = x[batch.out_rows], len(batch.out_rows)
+                x = x[batch.out_rows]
+                num_rows = len(batch.out_rows)
                 attended = _taken(attended, batch.out_rows)
                 normed = _with_padding(num_rows, spec.hidden_size, dtype)
             self._join(x, layer.o(attended), layer.attn_out_norm, layer.mlp_norm, normed)
@@ -195,7 +198,8 @@ class CpuModel:
         """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads * head_dim]."""
         spec = self._spec
         keys, values = self._pools[index]
-        key_array, value_array = as_array(keys), as_array(values)
+        key_array = as_array(keys)
+        value_array = as_array(values)
         num_rows = len(batch.token_ids)
         qkv = qkv.view(len(qkv), -1, spec.head_dim)
         qkv_array = as_array(qkv)
@@ -209,7 +213,8 @@ class CpuModel:
         if batch.num_decode:
             window = spec.windows[index] or cpu_kernel.NO_WINDOW
             pool = key_array, value_array, batch.decode_tables, batch.decode_lengths, self._block_size
-            queries, out = (qkv_array, spec.num_heads), as_array(heads)
+            queries = (qkv_array, spec.num_heads)
+            out = as_array(heads)
             share_rows(cpu_kernel.attend, batch.num_decode, *queries, *pool, self._scale, window, out)
         for span in batch.spans:
             rows = slice(span.first, span.first + span.count)
@@ -220,13 +225,15 @@ class CpuModel:
         self, qkv: Tensor, keys: Tensor, values: Tensor, span: PrefillSpan, window: int | None
     ) -> Tensor:
         """One span's rows attend to all its sequence has so far: [count, num_heads, head_dim]."""
-        spec, end = self._spec, span.start + span.count
+        spec = self._spec
+        end = span.start + span.count
         query = qkv[:, : spec.num_heads]
         if span.start:
             positions = np.arange(end)
             blocks = span.table[positions // self._block_size].astype(np.int64)
             places = torch.from_numpy(blocks * self._block_size + positions % self._block_size)
-            key, value = keys[places], values[places]
+            key = keys[places]
+            value = values[places]
         else:
             key, value = qkv[:, spec.num_heads :].chunk(2, 1)
         if qkv.dtype == torch.bfloat16 and is_worth_it(query.transpose(0, 1), end):  # SDPA is slow in it

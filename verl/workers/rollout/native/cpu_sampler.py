@@ -17,7 +17,8 @@ from verl.workers.rollout.sampler import SamplingRows, truncates
 
 _BLOCK = 64
 _LOWEST = np.float32(-np.inf)
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
 _ONE_BITS = 0x3F800000  # of the float32 1.0
 CALLED = "610dcf68"  # digest of what these kernels call in cpu_kernel.py; a test says why, and what to write
 
@@ -29,8 +30,10 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray,
     count, vocab = logits_AV.shape
     assert len(rows.uniform) == count, f"{len(rows.uniform)} sampling rows for {count} rows of logits"
     tokens = np.zeros(count, dtype=np.int64)
-    log_probs, model_log_probs = np.zeros(count), np.zeros(count)
-    logits, cut = as_array(logits_AV), truncates(rows, vocab)
+    log_probs = np.zeros(count)
+    model_log_probs = np.zeros(count)
+    logits = as_array(logits_AV)
+    cut = truncates(rows, vocab)
     choices = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.uniform
     share_rows(_draw, count, logits, cut, *choices, tokens, log_probs, model_log_probs)
     return tokens, log_probs, model_log_probs
@@ -88,7 +91,8 @@ def _least_kept(values, top_k, top_p, min_p):
 @jit
 def _bisect(values, least, wanted, counting):
     """The largest threshold, `least` or more, whose values at or above it amount to `wanted`."""
-    low, high = np.int64(np.float32(least).view(np.uint32)), np.int64(_ONE_BITS + 1)
+    low = np.int64(np.float32(least).view(np.uint32))
+    high = np.int64(_ONE_BITS + 1)
     while high - low > 1:
         middle = (low + high) // 2
         if _amount(values, np.uint32(middle).view(np.float32), counting) >= wanted:
@@ -160,19 +164,24 @@ def _block_sums(logits, row, top, scale, sums):
 @jit
 def _find(logits, row, top, scale, sums, target):
     """The token at which the running sum passes `target`; one with a probability above 0."""
-    chosen, before, running = 0, 0.0, 0.0
+    chosen = 0
+    before = 0.0
+    running = 0.0
     for block in range(sums.shape[0]):
         if sums[block] > _ZERO:
-            chosen, before = block, running
+            chosen = block
+            before = running
             running += np.float64(sums[block])
             if running > target:
                 break
-    low, high = chosen * _BLOCK, min((chosen + 1) * _BLOCK, logits.shape[1])
+    low = chosen * _BLOCK
+    high = min((chosen + 1) * _BLOCK, logits.shape[1])
     inside = 0.0
     for i in range(low, high):
         inside += np.float64(exp_nonpositive((load(logits[row, i]) - top) * scale))
     share = max(target - before, 0.0) / np.float64(sums[chosen])  # the block's two sums round differently
-    token, running = low, 0.0
+    token = low
+    running = 0.0
     for i in range(low, high):
         value = np.float64(exp_nonpositive((load(logits[row, i]) - top) * scale))
         if value > 0.0:

@@ -80,7 +80,8 @@ class PagedRunner:
 
     def release_cache(self) -> None:
         """Give the pools' memory back; `allocate` comes before the next step."""
-        self._keys, self._values = [], []
+        self._keys = []
+        self._values = []
         self._model.attach([], [])
         self._return_memory()
 
@@ -108,7 +109,9 @@ class PagedRunner:
 
     def release_weights(self) -> int:
         """Drop every reference to weights; returns the bytes of those that were the runner's own."""
-        freed, self._own_bytes, self._has_weights = self._own_bytes, 0, False
+        freed = self._own_bytes
+        self._own_bytes = 0
+        self._has_weights = False
         self._model.unload()
         self._return_memory()
         return freed

@@ -157,7 +157,8 @@ class Scheduler:
         step = Step(self._max_prefill_tokens)
         self._extend_decoding()
         if self._cut is not None:
-            session, self._cut = self._cut, None
+            session = self._cut
+            self._cut = None
             self._compute(session, step)
         while self._admit_next(step):
             pass
@@ -177,7 +178,8 @@ class Scheduler:
         """Book a step that was run, before the sampled tokens are appended to the sessions. token_ids: int64,
         one per entry of `step.sessions`.
         """
-        rows, decoding = self._slots.rows, self._decoding
+        rows = self._slots.rows
+        decoding = self._decoding
         rows["kv_len"][decoding] += 1
         rows["last_token"][decoding] = token_ids[: len(decoding)]
         if step.started:
@@ -195,7 +197,8 @@ class Scheduler:
 
     def _extend_decoding(self) -> None:
         """A block for every decoding session whose last one is full; the first opened is served first."""
-        slots, rows = self._decoding, self._slots.rows
+        slots = self._decoding
+        rows = self._slots.rows
         full = slots[rows["kv_len"][slots] == rows["room"][slots]]
         for session in sorted((self._running[slot] for slot in full.tolist()), key=_age):
             if session.slot == NO_SLOT:  # preempted for an older one
@@ -250,7 +253,8 @@ class Scheduler:
 
     def _begin(self, session: NativeSession, step: Step) -> bool:
         """Admit a session on what KV state there is for its tokens: its own, or an equal beginning."""
-        is_own, source = bool(session.blocks), None
+        is_own = bool(session.blocks)
+        source = None
         if not is_own:
             session.blocks, session.contents, session.kv_len, source = self._find_prefix(session, step)
             self.pool.share(session.blocks if source is None else [*session.blocks, source])
@@ -259,7 +263,8 @@ class Scheduler:
         if not admitted and source is not None:
             # The block to copy from may be the very one that is missing: do without.
             self.pool.release([source])
-            source, session.kv_len = None, len(session.blocks) * self._block_size
+            source = None
+            session.kv_len = len(session.blocks) * self._block_size
             admitted = self._make_room(wanted + self._reserve(), session)
         if not admitted:
             if not is_own:
@@ -300,11 +305,13 @@ class Scheduler:
 
     def _find_prefix(self, session: NativeSession, step: Step) -> _Prefix:
         """The longest beginning of a session that is there, without its last token: it must be computed."""
-        tokens, size = session.tokens, self._block_size
+        tokens = session.tokens
+        size = self._block_size
         most = len(tokens) - 1
         blocks: list[int] = []
         contents: list[int] = []
-        before, start = ROOT, 0
+        before = ROOT
+        start = 0
         while start + size <= most:
             known = self.pool.find(before, tokens[start : start + size].tobytes())
             if known is None:

@@ -40,7 +40,9 @@ class NativeSession(RolloutSession):
 
     def forget_kv(self) -> None:
         """What it has is computed anew when it runs again."""
-        self.blocks, self.contents, self.kv_len = [], [], 0
+        self.blocks = []
+        self.contents = []
+        self.kv_len = 0
 
 
 _COLUMNS = [

@@ -92,7 +92,8 @@ def pack(
     longest = int(kv_len.max()) + 1 if num_decode else 0
     tables = slots.blocks[decoding, : -(-longest // block_size)]
     own_block = tables[np.arange(num_decode), kv_len // block_size]
-    token_ids, positions = [slots.rows["last_token"][decoding]], [kv_len]
+    token_ids = [slots.rows["last_token"][decoding]]
+    positions = [kv_len]
     places = [_places(own_block, kv_len, block_size)]
     prefill = []
     last_rows = []

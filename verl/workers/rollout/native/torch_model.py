@@ -127,7 +127,8 @@ class TorchModel:
 
     def _packed(self, batch: StepBatch) -> _Packed:
         """What flash attention is told of the batch; the places are found on the device."""
-        count, spans = batch.num_decode, batch.spans
+        count = batch.num_decode
+        spans = batch.spans
         queries = np.array([1] * count + [span.count for span in spans])
         keys = np.array([*batch.decode_lengths.tolist(), *(span.start + span.count for span in spans)])
         width = max([batch.decode_tables.shape[1] * bool(count), *(len(span.table) for span in spans)])
@@ -155,7 +156,8 @@ class TorchModel:
             positions = batch.decode_lengths[:, None] - 1
             parts.append((slice(0, batch.num_decode), positions, batch.decode_tables, longest))
         for span in batch.spans:
-            rows, end = slice(span.first, span.first + span.count), span.start + span.count
+            rows = slice(span.first, span.first + span.count)
+            end = span.start + span.count
             parts.append((rows, np.arange(span.start, end)[None], span.table[None], end))
         sequences = []
         for rows, positions, tables, length in parts:
@@ -167,7 +169,8 @@ class TorchModel:
         return sequences
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        width, eps = (x.shape[-1],), self._spec.rms_norm_eps
+        width = (x.shape[-1],)
+        eps = self._spec.rms_norm_eps
         weight = weight.to(self._wide)
         if self._spec.norm_offset:
             weight = 1.0 + weight

@@ -105,7 +105,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
     def _queue(self, session: VllmSession) -> None:
         from vllm.inputs import tokens_input
 
-        prompt, params = tokens_input(session.tokens.tolist()), vllm_params(session.params, session.limit)
+        prompt = tokens_input(session.tokens.tolist())
+        params = vllm_params(session.params, session.limit)
         request = self._llm.input_processor.process_inputs(session.request_id, prompt, params, ("generate",))
         self._order("add_request", request)
         session.request = self._scheduler.requests[session.request_id]
@@ -136,7 +137,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
         drawn = dict(zip(self._names, self._drawn.get().T.tolist(), strict=True))
         for output in outputs:
             session = self._requests[output.request_id]
-            (token_id,), (_, log_prob, model_log_prob) = output.new_token_ids, drawn[output.request_id]
+            (token_id,) = output.new_token_ids
+            _, log_prob, model_log_prob = drawn[output.request_id]
             if not (math.isfinite(log_prob) and math.isfinite(model_log_prob)):
                 raise RuntimeError(
                     f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
@@ -162,7 +164,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
         """The step whose outputs vLLM has given. With asynchronous scheduling the next one is under way by
         then, of which nothing is taken yet; the first call gives no outputs. Raises what the next one raised.
         """
-        self._names, self._drawn = [], HostCopy(torch.empty(3, 0))
+        self._names = []
+        self._drawn = HostCopy(torch.empty(3, 0))
         queue = self._llm.engine_core.engine_core.batch_queue or ()  # None: synchronous
         for future, _, _ in queue:
             if future.done():  # it failed, or had nothing to do
@@ -196,7 +199,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
         also hear which tokens the last step gave here: it must have given the same there.
         """
         if self._sharing is not None:
-            orders, self._orders = self._orders, []
+            orders = self._orders
+            self._orders = []
             message = [orders, steps, self._drawn.get()[0].long().tolist()]
             dist.broadcast_object_list(message, self._sharing.ranks[0], self._sharing.cpu_group)
 
@@ -274,7 +278,9 @@ class VllmEngine(RolloutEngine[VllmSession]):
         if self._llm is not None:
             vllm_process.end(self._llm, keep_process_group=self._keep_process_group)
         self._llm = None
-        self._sessions, self._requests, self._full = {}, {}, []
+        self._sessions = {}
+        self._requests = {}
+        self._full = []
 
     @property
     def _scheduler(self) -> Any:
@@ -294,7 +300,8 @@ def _ask_for_slots_seldom(scheduler: Any) -> None:
     size = managers[0].block_size
     if not all(each.block_size == size and is_full_attention_spec(each.kv_cache_spec) for each in managers):
         return
-    ask, nothing_new = manager.allocate_slots, manager.empty_kv_cache_blocks
+    ask = manager.allocate_slots
+    nothing_new = manager.empty_kv_cache_blocks
 
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         is_within = 0 < request.num_computed_tokens % size < size - 1

@@ -81,12 +81,14 @@ class RayServers:
 
     def close(self) -> None:
         """Ends all of them. Safe to call twice."""
-        actors, self._actors = self._actors, []
+        actors = self._actors
+        self._actors = []
         closing = [actor.close.remote() for actor in actors]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_SECONDS_TO_CLOSE)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-        place, self._place = self._place, None
+        place = self._place
+        self._place = None
         if place is not None:
             remove_placement_group(place)

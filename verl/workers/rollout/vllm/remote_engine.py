@@ -105,7 +105,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         super().__init__(max_model_len, vocab_size)
         self._sender = sender
         self._servers = servers
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         self._under_way: set[int] = set()  # sessions whose present turn `step` has not returned yet
         self._failure: BaseException | None = None
         self._server_metrics: dict[str, float] = {}
@@ -207,7 +208,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         """Waits for all processes; what one of them has seen of servers that failed, all know then."""
         told: list[Any] = [(problem, {client.url: client.dead for client in self._pool.clients})]
         if self._world_size > 1:
-            own, told = told[0], [None] * self._world_size
+            own = told[0]
+            told = [None] * self._world_size
             dist.all_gather_object(told, own)
         for problem, dead in told:
             for client in self._pool.clients:
@@ -271,7 +273,9 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
 
     async def _run(self, session: RemoteSession) -> None:
         """Request after request until the turn has ended; its completion, or an error, goes to the owner."""
-        version, failures, turn = self.version, 0, session.turn
+        version = self.version
+        failures = 0
+        turn = session.turn
         server: ServerClient | None = None
         try:
             while session.turn == turn and session.under_way:

@@ -56,7 +56,8 @@ class ServerProcess:
     def __init__(
         self, url: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> None:
-        self.url, self.log_path = url, log_path
+        self.url = url
+        self.log_path = log_path
         guard = [sys.executable, process_guard.__file__, str(_GRACE_SECONDS)]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -146,7 +147,8 @@ class VllmServers:
                 port = _free_port(host)
                 if devices is not None:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
-                url, log_path = f"http://{host}:{port}", folder / f"server-{index}.log"
+                url = f"http://{host}:{port}"
+                log_path = folder / f"server-{index}.log"
                 command = _command(engine_args, python, host, port)
                 self.processes.append(ServerProcess(url, command, environment, log_path))
             self._wait_until_healthy(timeout)
@@ -168,7 +170,8 @@ class VllmServers:
         self._scratch.cleanup()
 
     def _wait_until_healthy(self, timeout: float) -> None:
-        waiting, deadline = list(self.processes), time.monotonic() + timeout
+        waiting = list(self.processes)
+        deadline = time.monotonic() + timeout
         with httpx.Client(trust_env=False, timeout=2.0) as client:
             while waiting:
                 process = waiting.pop(0)

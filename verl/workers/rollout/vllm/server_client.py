@@ -138,7 +138,8 @@ class ServerClient:
     """
 
     def __init__(self, url: str, process: ServerProcess | None = None) -> None:
-        self.url, self.process = url.rstrip("/"), process
+        self.url = url.rstrip("/")
+        self.process = process
         self.dead: str | None = None
         self.probing = asyncio.Lock()
         self.num_workers = 0
@@ -225,7 +226,8 @@ class ServerClient:
 
 
 def _error(response: httpx.Response) -> RuntimeError:
-    path, answer = response.request.url.path, response.text[:_MESSAGE_CHARACTERS]
+    path = response.request.url.path
+    answer = response.text[:_MESSAGE_CHARACTERS]
     text = f"{path} answered {response.status_code}: {answer}"
     return ServerFailed(text) if response.status_code >= 500 else RequestRefused(text)
 
@@ -266,7 +268,8 @@ class ServerPool:
     async def check(self, client: ServerClient, error: ServerFailed) -> None:
         """Bury a server that failed, unless it says before long that it is healthy."""
         async with client.probing:  # one asks, for all turns that failed with it
-            deadline, wait = time.monotonic() + PATIENCE_SECONDS, 0.05
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            wait = 0.05
             while client.dead is None and not await client.is_healthy():
                 has_ended = client.process is not None and not client.process.alive
                 if has_ended or time.monotonic() + wait > deadline:

@@ -137,7 +137,8 @@ def prepare_environment() -> None:
 def _process_state_kept() -> Iterator[None]:
     """Restore the random generators and `torch.set_num_threads`."""
     set_num_threads = torch.set_num_threads
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:

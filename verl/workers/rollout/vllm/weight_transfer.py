@@ -144,7 +144,8 @@ class Group:
         """Gives up what is under way with others that may never answer. gloo's objects wait for it when they
         are let go, so the thread does that.
         """
-        left, self.under_way = [self.members, self.under_way], None
+        left = [self.members, self.under_way]
+        self.under_way = None
         del self.members
 
         def end() -> None:
