@@ -379,9 +379,8 @@ def hub(config: Config) -> Any:
 
     from verl.workers.engine import loading
 
-    # type: ignore[misc, assignment]
     kept = loading.AutoConfig
-    loading.AutoConfig = SimpleNamespace(from_pretrained=from_pretrained)
+    loading.AutoConfig = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[misc, assignment]
     try:
         with contextlib.suppress(ValueError):
             load_hf_config(config.actor_rollout_ref.model)

@@ -76,7 +76,6 @@ class Policy(SavedWorker, Worker):
         self._register_dispatch_collect_info("rollout", self.rank, True)
         self.width = width
         tokenizer = AutoTokenizer.from_pretrained(str(MODEL), model_max_length=1_000_000)
-        # fmt: skip
         self.pad = tokenizer.pad_token_id
         self.search = ids(tokenizer, SEARCH)
         self.text = ids(tokenizer, WORDS * 200)

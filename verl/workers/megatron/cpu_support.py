@@ -64,9 +64,8 @@ def cuda_names(device: torch.device) -> Iterator[None]:
         answer = kept[0](tensor, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    # type: ignore[method-assign,assignment]
-    Tensor.type = type_of
-    Tensor.cuda = lambda tensor, *_, **__: tensor
+    Tensor.type = type_of  # type: ignore[method-assign, assignment]
+    Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     try:
         yield
     finally:
