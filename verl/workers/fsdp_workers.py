@@ -1,10 +1,12 @@
-"""The workers of a training job: policy, rollout and reference in one process, and the critic.
+"""The workers of a training job: the policy with its rollout engine and reference, and the critic.
 
     generate_sequences -> compute_log_prob, compute_ref_log_prob -> update_actor      (ActorRolloutRefWorker)
                           compute_values -> update_critic                             (CriticWorker)
 
-`sync_weights` gives the policy's weights to the rollout engine. On CUDA the native one reads them where they
-are (one process, same dtype), and an update needs no copy; on CPU it packs a copy of them after each update.
+The policy, the rollout engine and the reference live in one process. `sync_weights` gives the policy's
+weights to the rollout engine. On CUDA the native engine reads the policy's own tensors if there is one
+process and the dtype is the same, so an update needs no copy. On CPU it packs a copy of them after each
+update.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
 
 
 class Agent(Protocol):
-    """What turns prompts into trajectories with a rollout engine."""
+    """An object that turns prompts into trajectories with a rollout engine."""
 
     def run_llm_loop(self, gen_batch: DataProto) -> DataProto: ...
 
@@ -52,7 +54,10 @@ AgentFactory = Callable[[PreTrainedTokenizerBase, RolloutEngine], Agent]
 
 
 def device_kind(device: str) -> str:
-    """ "cpu" or "cuda" for a configured device; auto: what is there."""
+    """Return "cpu" or "cuda" for a configured device.
+
+    "auto" means CUDA if it is available, and the CPU otherwise. Raises ValueError for any other value.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: found {device!r}, expected auto, cpu or cuda.")
     if device == "auto":
@@ -63,14 +68,17 @@ def device_kind(device: str) -> str:
 class TrainingWorker(Worker):
     """One rank that trains a model and writes its checkpoints.
 
-    config: a block with `model`. device: "auto" (CUDA if there is one), "cpu" or "cuda". block: that of the
-    model's update, which says how many processes share each micro-batch's tokens (None: no others).
+    Args:
+        config: a block of the configuration that has `model`.
+        device: "auto" (CUDA if it is available), "cpu" or "cuda".
+        block: the configuration of the model's update. It says how many processes share each micro-batch's
+            tokens. None means that no other process shares them.
     """
 
     config: Any
     engine: Engine
-    tokenizer: Any = None  # of a policy, saved with it
-    updater: DataParallelPPOActor | DataParallelPPOCritic | None = None  # what else checkpoints have
+    tokenizer: Any = None  # a policy's tokenizer, which is saved with the policy
+    updater: DataParallelPPOActor | DataParallelPPOCritic | None = None  # its state is saved in checkpoints
 
     def __init__(self, config: Any, device: str, block: Actor | Critic | None = None) -> None:
         super().__init__()
@@ -94,16 +102,24 @@ class TrainingWorker(Worker):
         is_policy: bool = True,
         adapted: bool = True,
     ) -> Engine:
-        """An engine of a policy, or else of a value model; without `optim` a frozen one. The first four are
-        blocks of the configuration. adapted: with the LoRA adapters that `model` asks for.
+        """Build the engine of a policy or of a value model.
+
+        Args:
+            model: the `model` block of the configuration.
+            fsdp_config: the `fsdp_config` block.
+            megatron: the `megatron` block.
+            optim: the `optim` block. Without it the engine is frozen.
+            grad_clip: the largest norm of the gradient.
+            is_policy: True for a policy, False for a value model.
+            adapted: whether the model gets the LoRA adapters that its block asks for.
         """
         check_heads(model, self.num_sharing)
         precision = Precision.from_config(fsdp_config, self.device, trained=optim is not None)
-        whole = self.world_size == 1  # else each reads its own part
+        reads_weights = self.world_size == 1  # with several processes, each reads its own part later
         return TrainEngine(
-            load_policy(model, precision.model, adapted, whole)
+            load_policy(model, precision.model, adapted, reads_weights)
             if is_policy
-            else load_value_model(model, precision.model, whole),
+            else load_value_model(model, precision.model, reads_weights),
             precision,
             fsdp_config,
             self.device,
@@ -119,13 +135,15 @@ class TrainingWorker(Worker):
 
     @register()
     def data_position(self) -> DataPosition:
-        """Of the engine; known from init_model on."""
+        """Return the engine's share of the rows; it is known from `init_model` on."""
         return self.engine.data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, background: bool = False) -> None:
-        """All that training goes on from, in `path`; a policy's weights as a Hugging Face folder in
-        `path`/huggingface. background: the files may be incomplete until `checkpoint_is_written`.
+        """Save everything that training resumes from in the folder `path`.
+
+        A policy's weights are also saved as a Hugging Face folder, `path`/huggingface. With `background` the
+        files may be incomplete until `checkpoint_is_written` returns True.
         """
         folder = Path(path)
         source = self.config.model.path
@@ -138,20 +156,25 @@ class TrainingWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_is_written(self, wait: bool) -> bool:
-        """Whether nothing of the last checkpoint is being written any more. CheckpointFailed: it could not
-        be written.
+        """Return whether the last checkpoint is no longer being written. With `wait`, wait for its end first.
+
+        Raises CheckpointFailed if the checkpoint could not be written.
         """
         return self.checkpoint_writer.is_done(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Goes on from a folder of save_checkpoint, made with any number of processes."""
+        """Resume from a folder of `save_checkpoint`, which any number of processes may have written.
+
+        Raises ValueError if the folder has no state of the update.
+        """
         self.engine.load(path)
-        if self.updater is not None and self.engine.num_training_steps:  # else weights alone, to start with
+        # a checkpoint with weights alone is a start from step 0, and has no such file
+        if self.updater is not None and self.engine.num_training_steps:
             file = Path(path) / STATE_FILE
             if not file.is_file():
-                found = f"Checkpoint {path} has no {STATE_FILE}"
-                raise ValueError(f"{found}; expected a folder that a run saved.")
+                problem = f"Checkpoint {path} has no {STATE_FILE}"
+                raise ValueError(f"{problem}; expected a folder that a run saved.")
             self.updater.load_state_dict(json.loads(file.read_text()))
 
     def close(self) -> None:
@@ -160,14 +183,19 @@ class TrainingWorker(Worker):
 
 
 class ActorRolloutRefWorker(TrainingWorker):
-    """One rank of the policy: trains it, samples from it, and holds a frozen copy of its start as reference.
+    """One rank of the policy, which trains it, samples from it and keeps a frozen copy as the reference.
 
-    config: the `actor_rollout_ref` block. role: "actor_rollout_ref"; without a reference "actor_rollout" or
-    "actor". agent_factory: (tokenizer, rollout engine) -> agent; needed for generate_sequences. seed: of the
-    order of mini-batches with actor.shuffle.
+    The reference is the policy as it was at the start of training.
+
+    Args:
+        config: the `actor_rollout_ref` block.
+        role: "actor_rollout_ref", or "actor_rollout" or "actor" for a worker without a reference.
+        agent_factory: maps (tokenizer, rollout engine) to an agent. `generate_sequences` needs it.
+        device: "auto" (CUDA if it is available), "cpu" or "cuda".
+        seed: the seed of the order of mini-batches, which `actor.shuffle` turns on.
     """
 
-    streams_parameters = True  # a single process's weight stream is of its parameters, not of copies
+    streams_parameters = True  # with one process, the weight stream gives the parameters, not copies
 
     def __init__(
         self,
@@ -187,18 +215,20 @@ class ActorRolloutRefWorker(TrainingWorker):
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
         self._weight_writer: Any = None
-        # processes that sample from one model
         rollout = config.rollout
-        self.sampling_together = 1
+        self.sampling_together = 1  # number of processes that sample from one model
         if rollout.placement == "colocated" and build.engine_name(rollout, self.device) == "vllm":
             per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             self.sampling_together = build.model_parallel_size(rollout, config.model, per_node)
-        replica, place = divmod(self.rank, self.sampling_together)
-        self._register_dispatch_collect_info("rollout", replica, place == 0)
+        replica, rank_in_replica = divmod(self.rank, self.sampling_together)
+        self._register_dispatch_collect_info("rollout", replica, rank_in_replica == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the models. Raises ValueError for a model folder that is missing or does not fit."""
+        """Load the models.
+
+        Raises ValueError if a model's folder is missing or does not fit.
+        """
         config = self.config
         actor = self.config.actor
         ref = self.config.ref
@@ -216,14 +246,15 @@ class ActorRolloutRefWorker(TrainingWorker):
         if config.teacher.path is not None:
             self.teacher_engine = self._load_teacher()
         if self.has_ref:
-            own = None
+            own_engine = None
             if self.engine.adapters is None:
-                own = self.build_engine(config.model, ref.fsdp_config, ref.megatron, adapted=False)
-            self.reference = Reference(self.engine, own)
+                own_engine = self.build_engine(config.model, ref.fsdp_config, ref.megatron, adapted=False)
+            self.reference = Reference(self.engine, own_engine)
 
     def _load_teacher(self) -> Engine:
-        """The frozen model that distillation learns from, on the reference's settings. ValueError: its folder
-        does not fit, or its tokens are not the policy's.
+        """Load the frozen model that distillation learns from, with the settings of the reference.
+
+        Raises ValueError if its folder does not fit, or if its vocabulary is not the policy's.
         """
         model = self.config.model
         path = str(self.config.teacher.path)
@@ -241,9 +272,15 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, num_rows: int, taken: int | None = None) -> None:
-        """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process and
-        of those that share its model; taken as in `EngineRequest` (None: what is held now), errors as in
-        `build_engine`.
+        """Create the agent and its rollout engine, unless they exist already.
+
+        Args:
+            num_rows: the trajectories of this process and of the processes that share its model.
+            taken: see `EngineRequest`. On CUDA, None means the memory that is in use now.
+
+        Raises:
+            ValueError: the worker has no agent_factory, or one of the reasons of `build_engine` applies.
+            EngineUnavailable: see `build_engine`.
         """
         if self.agent is not None:
             return
@@ -251,8 +288,8 @@ class ActorRolloutRefWorker(TrainingWorker):
             raise ValueError("generate_sequences needs a worker made with an agent_factory.")
         rollout = self.config.rollout
         if taken is None and self.device.type == "cuda":
-            left, total = torch.cuda.mem_get_info(self.device)
-            taken = total - left
+            free, total = torch.cuda.mem_get_info(self.device)
+            taken = total - free
         dtype = build.rollout_dtype(rollout, self.engine.precision.compute)
         request = build.EngineRequest(
             self.device,
@@ -268,18 +305,20 @@ class ActorRolloutRefWorker(TrainingWorker):
             taken=taken,
             sharing=self.sampling_together,
         )
-        with self.engine.loaded():  # an engine that measures the free memory sees what it will have
+        with self.engine.loaded():  # so that an engine that measures free memory sees what will be free
             self.rollout_engine = build.build_engine(rollout, self.config.model, request)
         self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self) -> None:
-        """Gives the policy's present weights to the rollout engine, which is awake from then on until
-        generate_sequences or save_checkpoint has it sleep. To be called after an update.
+        """Give the policy's present weights to the rollout engine. Call it after an update.
 
-        Does nothing while the engine has these weights, or isn't there yet: it takes them at its first
-        generation. `generate_sequences` brings them where nobody has since the last update. It is also left
-        to that with `param_offload`, so that the engine holds no device memory before it generates.
+        The engine is then awake until `generate_sequences` or `save_checkpoint` puts it to sleep. Nothing
+        happens if the engine already has these weights, or does not exist yet: a new engine takes its weights
+        at its first generation.
+
+        Otherwise `generate_sequences` syncs on demand. With `param_offload` and colocated rollouts it always
+        does, so that the engine holds no device memory before it generates.
         """
         if self.config.rollout.placement == "apart" or not self.engine.offloads_params:
             self._bring_weights()
@@ -297,7 +336,7 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_dtype(self) -> str:
-        """Of the weights that rollouts take, a torch dtype's name."""
+        """Return the name of the torch dtype of the weights that rollouts take."""
         dtype = build.rollout_dtype(self.config.rollout, self.engine.precision.compute)
         return str(dtype).removeprefix("torch.")
 
@@ -305,9 +344,19 @@ class ActorRolloutRefWorker(TrainingWorker):
     def export_weights(
         self, version: int = 0, folder: Path | None = None
     ) -> list[tuple[str, torch.Tensor]] | Path | None:
-        """The policy's present weights for rollout processes: from rank 0 copies in CPU memory under Hugging
-        Face names, in the rollouts' dtype; None from others. With a folder a thread writes them there as
-        `version` (`WeightWriter`), once those of the call before are written, and rank 0 gives the folder.
+        """Export the policy's present weights for rollout processes.
+
+        All ranks call it together. Without `folder`, rank 0 returns the weights. With `folder`, a thread of
+        rank 0 writes them there as `version` (see `WeightWriter`), after the previous call's weights are
+        written.
+
+        Args:
+            version: the version under which the weights are written.
+            folder: where to write them.
+
+        Returns:
+            On rank 0 the folder or, without one, (Hugging Face name, copy in CPU memory) pairs in the dtype
+            of the rollouts. None on other ranks.
         """
         dtype = getattr(torch, self.rollout_dtype())
         weights = []
@@ -329,8 +378,9 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row.
-        Processes that sample from one model get the same rows; what the first of them returns counts.
+        """Run the agent on `raw_prompt_ids` with `sampling_seeds` and return one trajectory per row.
+
+        Processes that sample from one model get the same rows, and the result of the first of them counts.
         """
         self.start_rollout(len(prompts))
         agent = self.agent
@@ -347,34 +397,36 @@ class ActorRolloutRefWorker(TrainingWorker):
         return result
 
     def _sleep(self, engine: RolloutEngine) -> None:
-        """Gives the engine's memory on this device to the trainer, until the next generation."""
+        """Give the engine's memory on this device to the trainer until the next generation."""
         rollout = self.config.rollout
         if rollout.placement == "apart" or not (rollout.free_cache_engine or self.engine.offloads_params):
             return
-        # vLLM would keep weights in the node's memory that the next update replaces; the native engine's are
-        # the trainer's own, unless those are to be freed
+        # At level 1 vLLM would keep weights in the node's memory, although the next update replaces them.
+        # The native engine uses the trainer's own weights, so level 1 is enough unless those are offloaded.
         is_vllm = build.engine_name(rollout, self.device) == "vllm" and self.device.type == "cuda"
         level = 2 if self.engine.offloads_params or is_vllm else 1
         engine.sleep(level)
         self._rollout_weights_stale = self._rollout_weights_stale or level == 2
 
     def close(self) -> None:
-        with ExitStack() as ends:  # the last one named is called first, and each whatever the others raise
-            ends.callback(super().close)
+        with ExitStack() as cleanup:  # runs the callbacks in reverse order, each even if another one raises
+            cleanup.callback(super().close)
             if self.rollout_engine is not None:
-                ends.callback(self.rollout_engine.shutdown)
+                cleanup.callback(self.rollout_engine.shutdown)
             if self.agent is not None:
-                ends.callback(self.agent.close)
+                cleanup.callback(self.agent.close)
             if self._weight_writer is not None:
-                ends.callback(self._weight_writer.close)
-            ends.callback(self.checkpoint_writer.close)  # while there are the groups that it writes with
+                cleanup.callback(self._weight_writer.close)
+            cleanup.callback(self.checkpoint_writer.close)  # while the process groups that it uses exist
 
     # ------------------------------------------------------------------------------- log-probs and the update
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs [N, R] of the present policy; with meta_info `calculate_entropy` entropys, and with
-        `calculate_sum_pi_squared` sum_pi_squared besides; see `token_statistics`.
+        """Return `old_log_probs` [N, R] of the present policy.
+
+        With meta_info `calculate_entropy` the result also has `entropys`, and with `calculate_sum_pi_squared`
+        it also has `sum_pi_squared`. See `token_statistics`.
         """
         limits = self.limits(self.config.rollout, "log_prob")
         options = [data.meta_info.get(f"calculate_{name}", False) for name in ("entropy", "sum_pi_squared")]
@@ -383,8 +435,10 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """ref_log_prob [N, R] of the model that training started from, or of the policy at the last
-        reset_reference.
+        """Return `ref_log_prob` [N, R] of the reference.
+
+        The reference is the model that training started from or, after `reset_reference`, the policy at the
+        time of the last reset.
         """
         limits = self.limits(self.config.ref, "log_prob")
         with self.reference.active() as engine:
@@ -393,20 +447,22 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reset_reference(self) -> None:
-        """From now on the reference is the present policy; part of checkpoints from then on."""
+        """Make the present policy the reference, which is part of checkpoints from then on."""
         self.reference.reset()
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """teacher_log_prob [N, R] of the model at teacher.path."""
+        """Return `teacher_log_prob` [N, R] of the model at `teacher.path`."""
         limits = self.limits(self.config.ref, "log_prob")
         log_probs = compute_log_prob(self.teacher_engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"teacher_log_prob": log_probs})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
-        """One training step; see `DataParallelPPOActor.update_policy`. The metrics are the same on every
-        rank. meta_info `skipped_update` says why an update was skipped last ("" if none was).
+        """Make one training step; see `DataParallelPPOActor.update_policy`.
+
+        The result has meta_info `metrics`, which are the same on every rank, and `skipped_update`, the reason
+        why the last skipped update was skipped ("" if none was).
         """
         metrics = self.actor.update_policy(data)
         return DataProto(meta_info={"metrics": metrics, "skipped_update": self.actor.loop.skipped_update})
@@ -415,8 +471,8 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, background: bool = False) -> None:
-        """As any worker's, with a reference that was reset."""
-        if self.rollout_engine is not None:  # its memory may be needed for an optimizer that is offloaded
+        """Save a checkpoint as any worker does, together with the reference if it was reset."""
+        if self.rollout_engine is not None:  # an offloaded optimizer may need the engine's memory
             self._sleep(self.rollout_engine)
         if self.has_ref:
             self.reference.save(Path(path))
@@ -427,12 +483,17 @@ class ActorRolloutRefWorker(TrainingWorker):
         super().load_checkpoint(path)
         if self.has_ref:
             self.reference.load(Path(path))
-        self._rollout_weights_stale = True  # even if they have the same version
+        self._rollout_weights_stale = True  # even if the engine's weights have the same version number
 
 
 class CriticWorker(TrainingWorker):
-    """One rank of the critic. config: the `critic` block; rollout_n: `rollout.n`; the others as for the
-    actor.
+    """One rank of the critic.
+
+    Args:
+        config: the `critic` block.
+        rollout_n: `rollout.n`.
+        device: as for the actor.
+        seed: as for the actor.
     """
 
     def __init__(self, config: Critic, rollout_n: int = 1, device: str = "auto", seed: int = 0):
@@ -442,7 +503,7 @@ class CriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the backbone and makes the head."""
+        """Load the backbone and create the value head."""
         config = self.config
         fsdp = self.config.model.fsdp_config
         self.engine = self.build_engine(
@@ -454,11 +515,14 @@ class CriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
-        """values [N, R]."""
+        """Return `values` [N, R]."""
         return DataProto.from_dict({"values": self.critic.compute_values(data)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
-        """One training step; see `DataParallelPPOCritic.update_critic`. Returns what update_actor does."""
+        """Make one training step; see `DataParallelPPOCritic.update_critic`.
+
+        The result has the same meta_info as that of `ActorRolloutRefWorker.update_actor`.
+        """
         metrics = self.critic.update_critic(data)
         return DataProto(meta_info={"metrics": metrics, "skipped_update": self.critic.loop.skipped_update})

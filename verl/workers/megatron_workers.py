@@ -1,8 +1,9 @@
 """The workers of a training job on megatron-core: those of `fsdp_workers`, with other engines.
 
-Each replica of a model is cut over tensor x pipeline x context processes, which work on the same rows;
-replicas have rows of their own. Rollouts are as everywhere: each process samples rows of its own, or several
-do that share a model of vLLM's, with whole weights that it takes from the engine's stream.
+Each replica of a model is cut over tensor x pipeline x context processes, which work on the same rows. Each
+replica has rows of its own. Rollouts work as with FSDP: each process samples rows of its own, or several
+processes share one vLLM model. In both cases the rollout engine takes whole weights from the training
+engine's stream.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from verl.workers.megatron.settings import ParallelSizes
 
 
 def sizes_of(megatron: Megatron) -> ParallelSizes:
-    """megatron: the `megatron` block of the actor, the reference or the critic."""
+    """Return the parallel sizes of the `megatron` block of the actor, the reference or the critic."""
     return ParallelSizes(
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
@@ -31,12 +32,15 @@ def sizes_of(megatron: Megatron) -> ParallelSizes:
 
 
 class _MegatronProcess(fsdp_workers.TrainingWorker):
-    """What all workers here do alike."""
+    """The part that all workers of this module have in common."""
 
-    has_groups = False  # Megatron's, in this process
+    has_groups = False  # whether this process has Megatron's process groups
 
     def init_process_group(self, kind: str, timeout_seconds: float = 1800.0) -> torch.device:
-        """As any worker; but Megatron's groups need torch.distributed for a single process too."""
+        """Join torch.distributed as any worker does, and return this rank's device.
+
+        Megatron's groups need torch.distributed even for a single process, which joins a group of its own.
+        """
         device = super().init_process_group(kind, timeout_seconds)
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -56,8 +60,8 @@ class _MegatronProcess(fsdp_workers.TrainingWorker):
         is_policy: bool = True,
         adapted: bool = True,
     ) -> Engine:
-        """As any worker's, over megatron-core."""
-        # these import Megatron, which the driver does without
+        """Build an engine over megatron-core; the arguments are those of `TrainingWorker.build_engine`."""
+        # imported here because these import Megatron, which the driver does not need
         from verl.workers.megatron.megatron_engine import MegatronEngine
         from verl.workers.megatron.model import build_model
 
@@ -76,10 +80,10 @@ class _MegatronProcess(fsdp_workers.TrainingWorker):
 
 
 class MegatronActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker):
-    """One process of the policy; arguments as in `fsdp_workers`."""
+    """One process of the policy; the arguments are those of `fsdp_workers.ActorRolloutRefWorker`."""
 
     streams_parameters = False
 
 
 class MegatronCriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):
-    """One process of the critic; arguments as in `fsdp_workers`."""
+    """One process of the critic; the arguments are those of `fsdp_workers.CriticWorker`."""

@@ -1,11 +1,11 @@
-"""A process that samples while others train: rollouts apart, on the native engine.
+"""A process that samples while others train: separate rollouts on the native engine.
 
-    submit(rows of groups) -> thread: TrajectoryService over an engine of its own -> poll: rows that are over
+    submit(rows of groups) -> thread: TrajectoryService over an engine of its own -> poll: finished rows
     load_weights(version) -> files are read in a thread --between two engine steps-->
 
-Calls come in one thread and leave orders; the loop runs in another and takes them between two engine steps.
-Orders pass through the thread that reads weights, so that what is asked for after new weights waits for
-these; what is under way goes on until they are there.
+Calls come in on one thread and leave orders. The loop runs in another thread and takes the orders between two
+engine steps. Orders pass through the thread that reads weights, so an order that follows new weights waits
+for them. Trajectories that are already running continue until the weights are there.
 """
 
 from __future__ import annotations
@@ -41,17 +41,25 @@ from verl.workers.rollout.build import EngineRequest, build_engine
 from verl.workers.rollout.native import NativeEngine
 
 JOIN_SECONDS = 10.0
-MEMBER = "member"  # column: which row of its group
+MEMBER = "member"  # column: the row's number in its group
 Job = Callable[[], None]
 
 
 class RolloutFailed(EngineUnavailable):
-    """The loop of a rollout process ended by an error (the message has its traceback), or says nothing."""
+    """The error of a rollout process whose loop failed or makes no progress.
+
+    If the loop failed, the message has its traceback.
+    """
 
 
 class RolloutWorker(Worker):
-    """One rank of those that sample. config: the `actor_rollout_ref` block. agent_factory: (tokenizer,
-    engine) -> an `EnvironmentAgent`.
+    """One rank of the processes that sample.
+
+    Args:
+        config: the `actor_rollout_ref` block.
+        agent_factory: maps (tokenizer, engine) to an `EnvironmentAgent`.
+        settings: the `trainer.async_training` block.
+        device: "auto" (CUDA if it is available), "cpu" or "cuda".
     """
 
     def __init__(
@@ -66,26 +74,28 @@ class RolloutWorker(Worker):
         self.agent_factory = agent_factory
         self.settings = settings
         self.device = self.get_device(device_kind(device))
-        self._orders: SimpleQueue[Job] = SimpleQueue()  # for the loop
-        self._bell: Future[None] = Future()  # rings when there is an order
-        self._over = threading.Condition()
-        self._ended: list[Trajectory] = []  # for `poll`
-        self._asked: dict[Future[list[Trajectory]], list[Trajectory]] = {}  # by `generate_sequences`
+        self._orders: SimpleQueue[Job] = SimpleQueue()  # jobs that the loop is to run
+        self._bell: Future[None] = Future()  # is set when there is an order
+        self._over = threading.Condition()  # guards `_ended` and `_failure`
+        self._ended: list[Trajectory] = []  # finished trajectories that `poll` returns
+        self._asked: dict[Future[list[Trajectory]], list[Trajectory]] = {}  # those of `generate_sequences`
         self._rows = count()
         self._failure = ""
         self._closing = False
         self._idle_seconds = 0.0
-        self._figured: list[Trajectory] = []  # ended since the last `figures`
-        self._sync_delays: list[float] = []  # of weights that came since then
-        self._sync_bytes = self._noted_bytes = 0  # of all that came over Ray; of all that `figures` gave
-        self._reader: Any = None  # of weights in files
+        self._figured: list[Trajectory] = []  # trajectories that ended since the last call of `figures`
+        self._sync_delays: list[float] = []  # seconds, of the weights that came since that call
+        # bytes of all weights that came over Ray; bytes that `figures` has reported so far
+        self._sync_bytes = self._noted_bytes = 0
+        self._reader: Any = None  # the reader of weights in files
         self._passing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._thread: threading.Thread | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, num_rows: int, dtype: str) -> None:
-        """Makes engine and agent for `num_rows` trajectories at once. ValueError: the engine can't run the
-        model, or not within its memory.
+        """Create the engine and the agent for `num_rows` trajectories at once.
+
+        Raises ValueError if the engine can't run the model, or can't run it within its memory.
         """
         rollout = self.config.rollout
         model = self.config.model
@@ -104,9 +114,14 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_weights(self, weights: list[Any], version: int) -> None:
-        """Takes the whole model as weights `version`, between two engine steps; returns at once. weights:
-        what `ActorRolloutRefWorker.export_weights` gives: pairs of rank 0, or the folder that it writes them
-        to; None of others.
+        """Order the engine to take the whole model as weights `version`, between two engine steps.
+
+        The call returns at once.
+
+        Args:
+            weights: the results of `ActorRolloutRefWorker.export_weights` on every rank. Rank 0 gives the
+                pairs, or the folder that it writes them to. The others give None.
+            version: the version of the weights.
         """
         started = time.perf_counter()
         arrival = Future[Sequence[tuple[str, Tensor]]]()
@@ -127,16 +142,21 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def submit(self, rows: DataProto | None) -> None:
-        """Begins, or goes on with, rows as `EnvironmentAgent.run_llm_loop` takes them, with a column
-        `member`; the driver gives a list with an entry for each rank.
+        """Start rows, or resume them.
+
+        Args:
+            rows: rows as `EnvironmentAgent.run_llm_loop` takes them, with a column `member`. The driver gives
+                a list with one entry for each rank. None means that this rank gets no rows.
         """
         if rows is not None:
             self._order(partial(self._begin, rows))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def poll(self, seconds: float) -> DataProto | None:
-        """The rows that have ended since the last call, with `uid` and `member`; waits so long for the first.
-        None: there is none. RolloutFailed.
+        """Return the rows that have ended since the last call, with `uid` and `member`.
+
+        Wait up to `seconds` for the first of them. Return None if none has ended. Raises RolloutFailed if the
+        loop failed.
         """
         with self._over:
             self._over.wait_for(lambda: self._ended or self._failure, seconds)
@@ -147,39 +167,48 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def cancel(self, uids: set[str]) -> None:
-        """Ends the rows of these groups; those that have ended already may still be given out."""
+        """End the rows of these groups. `poll` may still return those that have ended already."""
 
         def end() -> None:
             live = self.service.live.items()
-            self.service.cancel([row for row, each in live if each.columns.get("uid") in uids])
+            self.service.cancel([row for row, trajectory in live if trajectory.columns.get("uid") in uids])
 
         self._order(end)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def continuations(self) -> DataProto | None:
-        """The rows that were submitted and not polled, as `run_llm_loop` gives them; "kept": under way."""
-        noted: Future[DataProto | None] = Future()
+        """Return the rows that were submitted and not yet polled, as `run_llm_loop` gives them.
+
+        Rows that are still running have the finish reason "kept". Return None if there are no rows.
+        """
+        result: Future[DataProto | None] = Future()
 
         def note() -> None:
-            running = [each for each in self.service.continuations() if each.columns]
-            noted.set_result(self._batch([*self._ended, *running]))
+            running = [trajectory for trajectory in self.service.continuations() if trajectory.columns]
+            result.set_result(self._batch([*self._ended, *running]))
 
         self._order(note)
-        return self._result(noted)
+        return self._result(result)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """As `ActorRolloutRefWorker.generate_sequences`, beside what was submitted, by the newest weights."""
+        """Generate as `ActorRolloutRefWorker.generate_sequences` does, with the newest weights.
+
+        The prompts run beside the rows that were submitted.
+        """
         done: Future[list[Trajectory]] = Future()
         self._order(partial(self._begin, prompts, done))
         return self.agent.batch(self._result(done), prompts.non_tensor_batch, {})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def figures(self) -> dict[str, float]:
-        """`rollout/*` of the engine, the agent's, `async/rollout_idle_seconds`, and of weights that came
-        `async/sync_bytes` and the mean `async/sync_delay_seconds`, since the last call.
+        """Return metrics of the time since the last call.
+
+        They are `rollout/*` of the engine, those of the agent, `async/rollout_idle_seconds`,
+        `async/sync_bytes` (bytes of the weights that came) and `async/sync_delay_seconds` (the mean over the
+        weights that came, if any did).
         """
-        taken: Future[dict[str, float]] = Future()
+        result: Future[dict[str, float]] = Future()
 
         def take() -> None:
             metrics = self.service.load.metrics() | self.agent.figures(self._figured)
@@ -193,10 +222,10 @@ class RolloutWorker(Worker):
             self._figured = []
             self._noted_bytes = num_bytes
             self._sync_delays = []
-            taken.set_result(metrics)
+            result.set_result(metrics)
 
-        self._take_order(take)  # it does not wait for weights
-        return self._result(taken)
+        self._take_order(take)  # this order does not wait for weights
+        return self._result(result)
 
     def close(self) -> None:
         self._closing = True
@@ -210,7 +239,7 @@ class RolloutWorker(Worker):
         super().close()
 
     def _order(self, run: Job) -> None:
-        """The loop will run it, once the weights are there that were announced before."""
+        """Have the loop run a job, after the weights that were announced before it have arrived."""
         self._passing.submit(self._take_order, run)
 
     def _take_order(self, run: Job) -> None:
@@ -218,16 +247,19 @@ class RolloutWorker(Worker):
         settle(self._bell)
 
     def _result(self, future: Future[Any]) -> Any:
-        """Of a future that the loop sets. RolloutFailed: the loop stands still for `group_deadline`."""
-        seen = -1
-        since = time.monotonic()
+        """Wait for a future that the loop sets, and return its result.
+
+        Raises RolloutFailed if the loop failed, or if the engine makes no step for `group_deadline` seconds.
+        """
+        last_num_steps = -1
+        last_progress = time.monotonic()
         while not future.done():
             self._check()
             wait([future], 0.05)
-            if self.service.num_steps != seen:
-                seen = self.service.num_steps
-                since = time.monotonic()
-            elif time.monotonic() - since > self.settings.group_deadline:
+            if self.service.num_steps != last_num_steps:
+                last_num_steps = self.service.num_steps
+                last_progress = time.monotonic()
+            elif time.monotonic() - last_progress > self.settings.group_deadline:
                 raise RolloutFailed(
                     f"rollout process {self.rank} has made no step of its engine for "
                     f"{self.settings.group_deadline:g} s (trainer.async_training.group_deadline)"
@@ -242,7 +274,8 @@ class RolloutWorker(Worker):
         try:
             with torch.no_grad():
                 while not self._closing:
-                    bell = self._bell = Future[None]()  # before it looks: no order goes unheard
+                    # a new bell before the loop looks at the orders, so that it misses none
+                    bell = self._bell = Future[None]()
                     while not self._orders.empty():
                         self._orders.get()()
                     if not self.service.is_idle:
@@ -276,15 +309,15 @@ class RolloutWorker(Worker):
         if not trajectories:
             return
         self._figured += trajectories
-        for done, asked in list(self._asked.items()):
-            if all(each.finish_reason for each in asked):
+        for done, requested in list(self._asked.items()):
+            if all(trajectory.finish_reason for trajectory in requested):
                 done.set_result(self._asked.pop(done))
         with self._over:
-            self._ended += [each for each in trajectories if each.columns]
+            self._ended += [trajectory for trajectory in trajectories if trajectory.columns]
             self._over.notify_all()
 
     def _batch(self, rows: Sequence[Trajectory]) -> DataProto | None:
         if not rows:
             return None
         names = [name for name in rows[0].columns if name != "episode"]
-        return self.agent.batch(rows, {name: [each.columns[name] for each in rows] for name in names}, {})
+        return self.agent.batch(rows, {name: [row.columns[name] for row in rows] for name in names}, {})

@@ -1,9 +1,10 @@
-"""One rank of supervised training: the mean negative log-likelihood of the trained tokens.
+"""One rank of supervised training on the mean negative log-likelihood of the trained tokens.
 
     rows -> micro-batches (packed, within a token budget) -> log-probs of trained tokens -> one optimizer step
 
-A micro-batch's share of the loss is a sum divided by the trained tokens of all rows over all ranks, so loss
-and gradient are the same for every way of splitting the rows. Logits are made for trained tokens only.
+A micro-batch's share of the loss is a sum divided by the number of trained tokens in all rows on all ranks.
+The loss and the gradient are therefore the same for every way of splitting the rows. Logits are computed for
+trained tokens only.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ ASKED = {"temperature": 1.0, "with_entropy": False}
 
 
 class SFTWorker(TrainingWorker):
-    """Trains a causal language model on rows of `SFTDataset.batch`. config: the whole configuration of
-    supervised training, validated. total_steps: length of the learning-rate schedule.
+    """A worker that trains a causal language model on rows of `SFTDataset.batch`.
+
+    Args:
+        config: the whole, validated configuration of supervised training.
+        tokenizer: the model's tokenizer, which is saved with it.
+        total_steps: the length of the learning-rate schedule.
     """
 
     def __init__(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, total_steps: int):
@@ -43,7 +48,10 @@ class SFTWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model. Raises ValueError for a folder that is missing or does not fit."""
+        """Load the model.
+
+        Raises ValueError if its folder is missing or does not fit.
+        """
         config = self.config
         optim = replace(config.optim, total_training_steps=self.total_steps)
         self.engine = self.build_engine(
@@ -51,7 +59,7 @@ class SFTWorker(TrainingWorker):
         )
         data = config.data
         max_tokens = config.data.max_token_len_per_gpu
-        if self.device.type == "cpu":  # smaller passes are faster there, and the loss is the same
+        if self.device.type == "cpu":  # on CPU smaller passes are faster, and the loss is the same
             max_tokens = min(max_tokens, CPU_TOKENS_PER_PACK)
         padded = not config.use_remove_padding
         self.of_passes = MicroBatchLimits(data.micro_batch_size_per_gpu, max_tokens, padded)
@@ -60,15 +68,21 @@ class SFTWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update(self, data: DataProto) -> DataProto:
-        """One optimizer step on these rows of all ranks. meta_info `metrics`: train/loss (nats per trained
-        token), train/grad_norm, train/lr and the count of skipped steps, the same on every rank.
+        """Make one optimizer step on these rows of all ranks.
+
+        The result has meta_info `metrics`: train/loss (nats per trained token), train/grad_norm, train/lr and
+        the numbers of skipped updates. They are the same on every rank.
         """
         metrics = self.loop.run(data, tensors_of(data), lambda mini_batch: NegativeLogLikelihood(mini_batch))
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def evaluate(self, data: DataProto) -> DataProto:
-        """meta_info `metrics`: the summed negative log-likelihood (nats) over all ranks, and its tokens."""
+        """Compute the negative log-likelihood of these rows of all ranks.
+
+        The result has meta_info `metrics`: `nll`, the summed negative log-likelihood (nats) over all ranks,
+        and `tokens`, the number of its tokens.
+        """
         batch = tensors_of(data)
         total = 0.0
         with self.engine.loaded():
@@ -83,7 +97,7 @@ class SFTWorker(TrainingWorker):
 class NegativeLogLikelihood:
     """The loss of one optimizer step; an `Objective` of the update loop."""
 
-    step_bound: ClassVar[None] = None  # its steps have no limit
+    step_bound: ClassVar[None] = None  # the optimizer's steps have no limit
     mini_batch: MiniBatch
     idle_rows: Sequence[int] = ()
 
@@ -92,6 +106,6 @@ class NegativeLogLikelihood:
         return ASKED
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
-        """The micro-batch's share of the loss."""
+        """Return the micro-batch's share of the loss."""
         loss = -micro_batch.unpack(outputs[0]).sum() / self.mini_batch.denominator.num_tokens
         return Share(loss, {"train/loss": loss.detach()})
