@@ -1,11 +1,11 @@
-"""What training needs of a model, however its weights are spread over processes.
+"""The interface of a training engine, however a model's weights are spread over processes.
 
     micro-batches --infer--> outputs                                log-probs, values: no gradient
     micro-batches --forward_backward(share_of)--> shares; gradients add up in the engine
           --step--> weights of the next version                     next_lr() once per training step
 
-The actor, the critic and the update loop know nothing else of an engine. `TrainEngine` (fsdp_engine.py) is
-one over FSDP2, `MegatronEngine` (verl/workers/megatron) one over megatron-core.
+The actor, the critic and the update loop know nothing else of an engine. `TrainEngine` (fsdp_engine.py) is an
+engine over FSDP2, `MegatronEngine` (verl/workers/megatron) one over megatron-core.
 """
 
 from __future__ import annotations
@@ -31,22 +31,27 @@ from verl.workers.engine.snapshot import Snapshot
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 Outputs = tuple[Tensor, ...]
-"""Of a policy (log_probs, entropy, sum_pi_squared), of a critic (values,): each [U] float32, one number for
-each distinct loss token of a micro-batch (`PackedMicroBatch.unpack` makes rows of them)."""
+"""The outputs of a policy, (log_probs, entropy, sum_pi_squared), or of a critic, (values,).
+
+Each tensor is [U] float32 and has one number for each distinct loss token of a micro-batch.
+`PackedMicroBatch.unpack` makes rows of them."""
 
 
 class Share(NamedTuple):
-    """What a micro-batch adds to its mini-batch.
+    """The share that a micro-batch adds to its mini-batch.
 
-    loss: scalar, with gradient. metrics: name -> scalar without; those of the micro-batches are summed, but
-    of `*/min` the least is taken and of `*/max` the greatest (so no token means inf and -inf).
+    Attributes:
+        loss: a scalar with gradient.
+        metrics: name -> scalar without gradient. The metrics of the micro-batches are summed, except that the
+            minimum is taken of `*/min` and the maximum of `*/max`. (For these, a micro-batch without tokens
+            gives inf and -inf.)
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
 
     def detach(self) -> Share:
-        """The same numbers without gradient."""
+        """Return the same numbers without gradient."""
         return Share(self.loss.detach(), {name: figure.detach() for name, figure in self.metrics.items()})
 
 
@@ -54,18 +59,20 @@ ShareOf = Callable[[PackedMicroBatch, Outputs], Share]
 
 
 class Engine(ABC):
-    """One process's part of a model, with optimizer and schedule if it is trained.
+    """One process's part of a model, with the optimizer and the schedule if the model is trained.
 
-    All processes call each method together. The processes of a replica give it the same micro-batches; those
-    of different replicas the same number of them. Losses are sums divided by counts of all replicas, so
-    gradients are summed over replicas, not averaged.
+    All processes call each method together. The processes of a replica give it the same micro-batches.
+    Processes of different replicas give it the same number of micro-batches. Losses are sums divided by
+    counts of all replicas, so gradients are summed over replicas, not averaged.
 
     Attributes:
-        device: of this process. precision: dtypes. world_size: number of processes.
-        data: which replica this process is a part of.
-        scheduler: of the learning rate; None if the model is not trained.
-        weights_version: number of updates that have been applied.
-        adapters: the LoRA adapters, if the module has any; then nothing else of its model is trained.
+        device: the device of this process.
+        precision: the dtypes of the weights and of the computation.
+        world_size: the number of processes.
+        data: the replica that this process is a part of.
+        scheduler: the schedule of the learning rate, or None if the model is not trained.
+        weights_version: the number of updates that have been applied.
+        adapters: the LoRA adapters, or None. If there are adapters, nothing else of the model is trained.
         offloads_params: whether the weights are in CPU memory outside of `loaded`.
     """
 
@@ -76,7 +83,7 @@ class Engine(ABC):
     scheduler: LambdaLR | None
     weights_version: int
     offloads_params: bool
-    _snapshot = Snapshot()  # the last one; at first there is nothing to wait for
+    _snapshot = Snapshot()  # the last snapshot; an empty one has nothing to wait for
 
     @property
     @abstractmethod
@@ -88,55 +95,69 @@ class Engine(ABC):
     def infer(
         self, micro_batches: Iterable[PackedMicroBatch], **options: Any
     ) -> Iterator[tuple[PackedMicroBatch, Outputs]]:
-        """Each micro-batch with its outputs, without gradient, the same on every process of the replica.
+        """Yield each micro-batch with its outputs, computed without gradient.
 
-        options: what a policy computes (`temperature`, `with_entropy`, `with_sum_pi_squared`); nothing for a
-        critic. The iterator must be read to its end.
+        The outputs are the same on every process of the replica. The iterator must be read to its end.
+
+        Args:
+            micro_batches: the micro-batches.
+            options: what a policy computes (`temperature`, `with_entropy`, `with_sum_pi_squared`). A critic
+                takes no options.
         """
 
     @abstractmethod
     def forward_backward(
         self, micro_batches: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **options: Any
     ) -> list[Share]:
-        """Adds the gradient of the `count` micro-batches that come next from `micro_batches`.
+        """Add the gradient of the next `count` micro-batches of `micro_batches`.
 
-        share_of: called with each micro-batch and its outputs, in some process of the replica at least.
-        Returns the shares without gradient, the same on every process of the replica.
+        Args:
+            micro_batches: the micro-batches.
+            count: how many of them are computed.
+            share_of: maps a micro-batch and its outputs to its share. It is called in at least one process of
+                the replica.
+            options: see `infer`.
+
+        Returns:
+            The shares without gradient, which are the same on every process of the replica.
         """
 
     @abstractmethod
     def step(self, discard: bool = False) -> tuple[float, bool]:
-        """Clips and applies the gradient, and clears it. Returns (its norm before, whether it was applied).
+        """Clip and apply the gradient, and clear it.
 
-        A gradient with an infinity or NaN in it, in any process, is thrown away in all of them; so is any
-        with `discard` (which must be the same in all processes).
+        All processes throw the gradient away if it has an infinity or NaN in any of them. They also do so
+        with `discard`, which must be the same in all processes.
+
+        Returns:
+            (the norm of the gradient before clipping, whether the gradient was applied).
         """
 
     @abstractmethod
     def trained_weights(self) -> list[Tensor]:
         """Return the tensors that the optimizer changes in this process: its share of the trained weights.
 
-        What is written into them reaches the model's passes with `publish_trained_weights`.
+        Values that are written into them reach the model's passes with `publish_trained_weights`.
         """
 
     @abstractmethod
     def publish_trained_weights(self) -> None:
-        """Bring what was written into `trained_weights` to every process that computes with it."""
+        """Bring values written into `trained_weights` to every process that computes with them."""
 
     @property
     def lr(self) -> float:
-        """Learning rate of the coming update."""
+        """Return the learning rate of the coming update."""
         assert self.scheduler is not None
         return float(self.scheduler.get_last_lr()[0])
 
     @property
     def num_training_steps(self) -> int:
-        """Training steps done so far (calls of next_lr), over restarts."""
+        """Return the number of training steps done so far (calls of `next_lr`), over restarts."""
         assert self.scheduler is not None
         return int(self.scheduler.last_epoch)
 
     def next_lr(self) -> None:
-        """Ends a training step for the schedule."""
+        """End a training step for the schedule."""
         assert self.scheduler is not None
         self.scheduler.step()
 
@@ -145,10 +166,16 @@ class Engine(ABC):
     @property
     @abstractmethod
     def peers(self) -> dist.ProcessGroup | None:
-        """The processes that stand where this one does, one of each replica; None: there are no others."""
+        """Return the group of the processes with this one's position, one from each replica.
+
+        None means that there are no others.
+        """
 
     def reduce(self, values: Sequence[float], op: str) -> list[float]:
-        """Element-wise "sum", "min" or "max" over the replicas, in float64; the same in every process."""
+        """Return the element-wise "sum", "min" or "max" over the replicas, computed in float64.
+
+        The result is the same in every process.
+        """
         if self.data.size == 1 or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -157,7 +184,10 @@ class Engine(ABC):
         return reduced
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The replicas' tensors, of one shape and dtype on the engine's device, in the replicas' order."""
+        """Return the replicas' tensors in the replicas' order.
+
+        The tensors have one shape and dtype, and are on the engine's device.
+        """
         if self.data.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.data.size)]
@@ -168,48 +198,64 @@ class Engine(ABC):
 
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside of the block weights (and the optimizer's state) are on the device. Blocks may be nested."""
+        """Keep the weights on the device inside the block and, with `optimizer`, the optimizer's state.
+
+        Blocks may be nested.
+        """
 
     @abstractmethod
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every parameter, tied ones once, in a fixed order; each is
-        gathered when it is asked for. Adapters are merged. dtype: of the tensors, which are cast before they
-        are gathered; None: as the engine has them.
+        """Yield (Hugging Face name, whole tensor) of every parameter, in a fixed order.
+
+        Tied parameters come once. Each tensor is gathered when the iterator reaches it. Adapters are merged.
+
+        Args:
+            dtype: the dtype to which the tensors are cast before they are gathered. None keeps the engine's
+                own.
         """
 
     @abstractmethod
     def copy_weights(self, source: Engine) -> None:
-        """Takes the weights of another engine of its kind and model; this one is frozen."""
+        """Copy the weights of another engine of the same kind and model into this frozen engine."""
 
     @abstractmethod
     def save_weights(self, folder: Path) -> None:
-        """Writes the weights alone, of a frozen engine: whole tensors, under the names of `snapshot`."""
+        """Write only the weights of a frozen engine: whole tensors, under the names of `snapshot`."""
 
     @abstractmethod
     def load_weights(self, folder: Path) -> None:
-        """Takes the weights that `save_weights` wrote, of any kind of engine, into a frozen engine."""
+        """Load weights that `save_weights` of any kind of engine wrote into this frozen engine."""
 
     @abstractmethod
     def snapshot(self, path: str | Path) -> Snapshot:
-        """Everything that the next update depends on, to be written into a folder, which is made; maybe by
-        another thread: `step` waits until that has copied it.
+        """Return a snapshot of everything that the next update depends on, to be written into a folder.
+
+        The folder is created. Another thread may write the snapshot: `step` waits until it has copied the
+        state.
         """
 
     def wait_for_snapshot(self) -> None:
-        """Returns when the last snapshot is copied, so that the weights may change."""
+        """Wait until the last snapshot is copied, so that the weights may change."""
         self._snapshot.wait_until_taken()
 
     @abstractmethod
     def load(self, path: str | Path) -> None:
-        """Puts the engine where a snapshot was taken of one, of any kind and with any number of processes.
-        ValueError: it is not such a folder, or one of another model or optimizer.
+        """Restore the state of a snapshot of any kind of engine, taken on any number of processes.
+
+        Raises ValueError if the folder is no such snapshot, or one of another model or optimizer.
         """
 
     @abstractmethod
     def snapshot_hf(
         self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
     ) -> Snapshot:
-        """A Hugging Face folder: config, safetensors in the weights' dtype, tokenizer; adapters are merged.
-        To be written after the snapshot in the folder `saved`, which is of the same moment. `base` is the
-        folder that the model came from.
+        """Return a snapshot that writes a Hugging Face folder, with adapters merged.
+
+        The folder has the config, safetensors in the weights' dtype, and the tokenizer.
+
+        Args:
+            path: the folder to write.
+            tokenizer: the model's tokenizer, or None.
+            base: the folder that the model came from.
+            saved: the folder of a snapshot of the same moment, which must be written before this one.
         """

@@ -1,12 +1,13 @@
-"""Decoder layers that compute in bfloat16 on CPU, for training: one pass over memory between two products.
+"""Decoder layers that train in bfloat16 on CPU, with one pass over memory between two matrix products.
 
     x (float32) -> norm -> q, k, v -> norm heads, rotate -> packed attention -> o -> x + norm
                 -> norm -> gate, up -> activation -> down -> x + norm -> the next layer
 
 Hugging Face's layers take five to fifteen passes over memory for a norm, a rotation or an activation, and
-more in the backward pass; where products in bfloat16 are fast, that costs as much as they do. Here each is
-one kernel forward and one backward, compiled by numba, float32 inside, as the residual stream
-(`keep_stream_in_float32`). Linear layers are the module's own: adapters, sharding and autocast work as ever.
+more in the backward pass. Where products in bfloat16 are fast, these passes cost as much as the products.
+Here each of these operations is one kernel forward and one backward, compiled by numba. The kernels compute
+in float32, as does the residual stream (`keep_stream_in_float32`). Linear layers are the module's own, so
+adapters, sharding and autocast work as ever.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from verl.workers.rollout.native.cpu_kernel import (
 )
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Gemma3DecoderLayer)
-CALLED = "6cef780a"  # digest of what the kernels call in cpu_kernel.py; a test says why, and what to write
-_MOST_LOGITS = 2**26  # of a chunk of rows: 128 MB
+CALLED = "6cef780a"  # digest of what the kernels call in cpu_kernel.py; a test says why, and the new value
+_MOST_LOGITS = 2**26  # in a chunk of rows: 128 MB
 _FLOOR = np.float32(-1e4)
 _BLOCK = 64  # rows whose share of a weight's gradient is summed together
 _ZERO = np.float32(0.0)
@@ -54,7 +55,11 @@ _GELU_CUBE = np.float32(0.044715)
 
 
 def use_cpu_layers(module: PolicyModel | ValueModel) -> bool:
-    """Lets a model compute as above. False, and nothing changed, if its layers are of other classes."""
+    """Let a model compute with the layers of this module.
+
+    Return False, and change nothing, if the model's layers are of other classes than LAYERS or have another
+    activation than those of ACTIVATION_CODES.
+    """
     backbone: Any = module.model.base_model
     layers = getattr(backbone, "layers", None)
     if not isinstance(layers, nn.ModuleList) or any(type(layer) not in LAYERS for layer in layers):
@@ -77,8 +82,9 @@ def _forward(
     wanted: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """A layer: [1, T, D] float32 -> the same; the last one for the wanted tokens alone, [1, Q, D] (see
-    `shorten_last_layer`).
+    """Compute a layer: [1, T, D] float32 -> the same shape and dtype.
+
+    The last layer computes only the wanted tokens, and returns [1, Q, D] (see `shorten_last_layer`).
     """
     wanted = wanted if is_last else None
     attention = self.self_attn
@@ -93,7 +99,7 @@ def _forward(
     for_query, for_key = (getattr(attention, f"{name}_norm", None) for name in "qk")
     query = _turned(query, for_query, cos, sin, is_gemma)
     key = _turned(key, for_key, cos, sin, is_gemma)
-    of_layer = self.self_attn.config if isinstance(self, MistralDecoderLayer) else attention
+    window_config = self.self_attn.config if isinstance(self, MistralDecoderLayer) else attention
     query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
     attended = packed_attention_forward(
         attention,
@@ -103,13 +109,13 @@ def _forward(
         None,
         scaling=attention.scaling,
         packing=packing if wanted is None else replace(packing, wanted=wanted),
-        sliding_window=getattr(of_layer, "sliding_window", None),
+        sliding_window=getattr(window_config, "sliding_window", None),
     )[0]
     attended = attended[0].flatten(1)
     if wanted is not None:
-        own = packing.own(wanted)
-        x = x.index_select(0, own)
-        attended = attended.index_select(0, own)
+        own_wanted = packing.own(wanted)
+        x = x.index_select(0, own_wanted)
+        attended = attended.index_select(0, own_wanted)
     out = attention.o_proj(attended)
     if is_gemma:
         x = _Norm.apply(out, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps, 1.0, x)
@@ -120,8 +126,8 @@ def _forward(
     code = ACTIVATION_CODES[_activation(self)]
     out = mlp.down_proj(_Gated.apply(mlp.gate_proj(normed), mlp.up_proj(normed), code))
     if is_gemma:
-        last = self.post_feedforward_layernorm
-        return _Norm.apply(out, last.weight, last.eps, 1.0, x).unsqueeze(0)
+        out_norm = self.post_feedforward_layernorm
+        return _Norm.apply(out, out_norm.weight, out_norm.eps, 1.0, x).unsqueeze(0)
     return (x + out).unsqueeze(0)
 
 
@@ -145,8 +151,10 @@ def _turned(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, is_gemma: bool) -> T
 
 
 class _Norm(torch.autograd.Function):
-    """RMS norm of x [T, D] (float32 or bfloat16) times offset + weight [D]: bfloat16, or added to `residual`
-    [T, D] float32 if that is given, a new float32 tensor.
+    """The RMS norm of x [T, D] (float32 or bfloat16) times offset + weight [D].
+
+    The result is bfloat16. If `residual` [T, D] float32 is given, the result is a new float32 tensor, the sum
+    of the residual and the norm.
     """
 
     @staticmethod
@@ -156,8 +164,8 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous()
         factors = weight.float() + offset
         out = torch.empty(x.shape, dtype=torch.bfloat16 if residual is None else torch.float32)
-        before = np.empty((0, 0), dtype=np.float32) if residual is None else residual.contiguous().numpy()
-        arguments = as_array(x), factors.numpy(), np.float32(eps), before, as_array(out)
+        stream = np.empty((0, 0), dtype=np.float32) if residual is None else residual.contiguous().numpy()
+        arguments = as_array(x), factors.numpy(), np.float32(eps), stream, as_array(out)
         share_rows(_norm_forward, len(x), *arguments)
         ctx.save_for_backward(x, factors)
         ctx.eps = np.float32(eps)
@@ -171,14 +179,17 @@ class _Norm(torch.autograd.Function):
         x, factors = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.empty_like(x)
-        of_blocks = torch.zeros(-(-len(x) // _BLOCK), x.shape[1])
+        block_grads = torch.zeros(-(-len(x) // _BLOCK), x.shape[1])
         arguments = as_array(x), factors.numpy(), ctx.eps, as_array(grad), as_array(grad_x)
-        share_rows(_norm_backward, len(of_blocks), *arguments, of_blocks.numpy())
-        return grad_x, of_blocks.sum(0).to(ctx.dtype), None, None, grad if ctx.adds else None
+        share_rows(_norm_backward, len(block_grads), *arguments, block_grads.numpy())
+        return grad_x, block_grads.sum(0).to(ctx.dtype), None, None, grad if ctx.adds else None
 
 
 class _Turned(torch.autograd.Function):
-    """Heads x [T, H, D] bfloat16, normed if there is a weight [D], rotated by cos, sin [T, D / 2] float32."""
+    """The heads x [T, H, D] bfloat16, rotated by cos and sin [T, D / 2] float32.
+
+    If there is a weight [D], the heads are normed first.
+    """
 
     @staticmethod
     def forward(
@@ -201,15 +212,15 @@ class _Turned(torch.autograd.Function):
         x, factors, cos, sin = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.empty_like(x)
-        of_blocks = torch.zeros(-(-len(x) // _BLOCK), len(factors))
+        block_grads = torch.zeros(-(-len(x) // _BLOCK), len(factors))
         arguments = as_array(x), factors.numpy(), ctx.eps, cos.numpy(), sin.numpy(), as_array(grad)
-        share_rows(_turn_backward, len(of_blocks), *arguments, as_array(grad_x), of_blocks.numpy())
-        of_weight = None if ctx.dtype is None else of_blocks.sum(0).to(ctx.dtype)
-        return grad_x, of_weight, None, None, None, None
+        share_rows(_turn_backward, len(block_grads), *arguments, as_array(grad_x), block_grads.numpy())
+        grad_weight = None if ctx.dtype is None else block_grads.sum(0).to(ctx.dtype)
+        return grad_x, grad_weight, None, None, None, None
 
 
 class _Gated(torch.autograd.Function):
-    """activation(gate) * up, all [T, I] bfloat16."""
+    """The product activation(gate) * up, where all are [T, I] bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, code: int) -> Tensor:
@@ -225,23 +236,29 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        of_gate = torch.empty_like(gate)
-        of_up = torch.empty_like(up)
+        grad_gate = torch.empty_like(gate)
+        grad_up = torch.empty_like(up)
         inputs = as_array(gate), as_array(up), ctx.code, as_array(grad.contiguous())
-        share_rows(_gate_backward, len(gate), *inputs, as_array(of_gate), as_array(of_up))
-        return of_gate, of_up, None
+        share_rows(_gate_backward, len(gate), *inputs, as_array(grad_gate), as_array(grad_up))
+        return grad_gate, grad_up, None
 
 
 def cpu_log_prob(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, *with_: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `linear_log_prob`, always all three; logits are bfloat16, with one pass over them each way."""
+    """Compute what `linear_log_prob` computes, always all three outputs.
+
+    Logits are bfloat16, with one pass over them forward and one backward.
+    """
     with torch.autocast("cpu", enabled=False):
         return _LogProb.apply(hidden, weight, labels, temperature)
 
 
 class _LogProb(torch.autograd.Function):
-    """The gradient of the weight is summed over chunks in float32; see `_LinearLogProb`."""
+    """The log-probabilities of `cpu_log_prob`; see `_LinearLogProb`.
+
+    The gradient of the weight is summed over chunks in float32.
+    """
 
     @staticmethod
     def forward(
@@ -257,8 +274,8 @@ class _LogProb(torch.autograd.Function):
             logits = inputs[rows] @ matrix.t()
             arguments = as_array(logits), labels[rows].numpy(), scale, figures[:, rows].numpy()
             share_rows(_log_prob_forward, len(logits), *arguments)
-        kept = logits if len(chunks) == 1 else None
-        ctx.save_for_backward(inputs, matrix, labels, figures, kept)
+        saved_logits = logits if len(chunks) == 1 else None
+        ctx.save_for_backward(inputs, matrix, labels, figures, saved_logits)
         ctx.chunks = chunks
         ctx.scale = scale
         ctx.dtypes = (hidden.dtype, weight.dtype)
@@ -287,9 +304,11 @@ class _LogProb(torch.autograd.Function):
             arguments = labels[rows].numpy(), ctx.scale, figures[:, rows].numpy(), pulls[:, rows].numpy()
             share_rows(_log_prob_backward, len(logits), as_array(logits), *arguments)
             grad_hidden[rows] = logits @ matrix
-            if ctx.needs_input_grad[1]:  # else a frozen head, beside LoRA adapters
-                of_chunk = logits.t() @ inputs[rows]
-                grad_weight = of_chunk.to(sum_dtype) if grad_weight is None else grad_weight.add_(of_chunk)
+            if ctx.needs_input_grad[1]:  # the head is frozen beside LoRA adapters
+                chunk_grad = logits.t() @ inputs[rows]
+                grad_weight = (
+                    chunk_grad.to(sum_dtype) if grad_weight is None else grad_weight.add_(chunk_grad)
+                )
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.dtypes[1])
         return grad_hidden.to(ctx.dtypes[0]), grad_weight, None, None
@@ -297,7 +316,11 @@ class _LogProb(torch.autograd.Function):
 
 @jit
 def _log_prob_forward(first, last, logits, labels, scale, figures):
-    """figures [4, N]: log-prob of the label, entropy, sum of squared probabilities, log of the sum of exp."""
+    """Fill figures [4, N] from logits.
+
+    The figures are the log-prob of the label, the entropy, the sum of squared probabilities, and the log of
+    the sum of exp.
+    """
     for row in range(first, last):
         top = load(logits[row, 0])
         for i in range(logits.shape[1]):
@@ -309,7 +332,7 @@ def _log_prob_forward(first, last, logits, labels, scale, figures):
             above = (load(logits[row, i]) - top) * scale
             power = exp_nonpositive(above)
             total += power
-            weighted += power * max(above, _FLOOR)  # where the power is 0, above may be -inf
+            weighted += power * max(above, _FLOOR)  # where power is 0, above may be -inf
             squared += power * power
         log_total = np.float32(np.log(total))
         figures[0, row] = (load(logits[row, labels[row]]) - top) * scale - log_total
@@ -320,7 +343,7 @@ def _log_prob_forward(first, last, logits, labels, scale, figures):
 
 @jit
 def _log_prob_backward(first, last, logits, labels, scale, figures, pulls):
-    """The logits' gradient in their place: a (onehot - p) - b p (log p + H), by the temperature."""
+    """Replace the logits by their gradient, (a (onehot - p) - b p (log p + H)) / temperature."""
     for row in range(first, last):
         of_label = pulls[0, row] * scale
         of_entropy = pulls[1, row] * scale
@@ -355,7 +378,10 @@ def _norm_forward(first, last, x, weight, eps, residual, out):
 
 @jit
 def _norm_backward(first, last, x, weight, eps, grad, grad_x, grad_weight):
-    """Of blocks of rows. With r = 1 / rms(x): dx = r (w g) - x r^3 mean(w g x), dw = sum of g x r."""
+    """Compute the norm's gradients for blocks of rows; `first` and `last` count blocks.
+
+    With r = 1 / rms(x): dx = r (w g) - x r^3 mean(w g x), dw = sum of g x r.
+    """
     width = x.shape[1]
     for block in range(first, last):
         for row in range(block * _BLOCK, min((block + 1) * _BLOCK, x.shape[0])):
@@ -392,7 +418,11 @@ def _turn_forward(first, last, x, weight, eps, cos, sin, out):
 
 @jit
 def _turn_backward(first, last, x, weight, eps, cos, sin, grad, grad_x, grad_weight):
-    """Of blocks of rows: the rotation back, then the norm's backward pass."""
+    """Compute the gradients of the rotation and of the norm before it, for blocks of rows.
+
+    `first` and `last` count blocks. The gradient is rotated back, and then goes through the norm's backward
+    pass.
+    """
     half = cos.shape[1]
     turned = np.empty(2 * half, dtype=np.float32)
     for block in range(first, last):
@@ -429,7 +459,10 @@ def _sigmoid(x):
 
 @jit
 def _gate_forward(first, last, gate, up, code, out):
-    """gelu in its tanh form is x sigmoid(2 c (x + 0.0447 x^3))."""
+    """Compute activation(gate) * up.
+
+    The tanh form of gelu is x sigmoid(2 c (x + 0.0447 x^3)).
+    """
     for row in range(first, last):
         for i in range(gate.shape[1]):
             x = load(gate[row, i])

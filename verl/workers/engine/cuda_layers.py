@@ -1,8 +1,9 @@
-"""Decoder layers compiled for CUDA: what lies between two matrix products becomes one kernel.
+"""Decoder layers compiled for CUDA: everything between two matrix products becomes one kernel.
 
 A layer of plain torch operations passes over memory five to fifteen times for a norm, a rotation or an
-activation. torch.compile (Ansel et al., 2024) fuses these; attention stays a call between two compiled parts,
-as its sequences differ from pass to pass. So do the numbers of tokens: shapes are dynamic.
+activation. torch.compile (Ansel et al., 2024) fuses these operations. Attention stays a call between two
+compiled parts, because its sequences differ from pass to pass. The number of tokens differs as well, so
+shapes are dynamic.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from verl.utils.packed_attention import PACKED_ATTENTION, packed_attention_forwa
 from verl.workers.engine.loading import PolicyModel, ValueModel, set_forward
 
 logger = logging.getLogger(__name__)
-FEWEST_PARAMETERS = 100_000_000  # below, a step gains less than compiling takes
+FEWEST_PARAMETERS = 100_000_000  # for a smaller model, a step gains less than compiling takes
 
 
 def is_compiled(num_parameters: int) -> bool:
-    """Whether a model of this size is compiled, where that can be."""
+    """Return whether a model of this size is compiled, where that is possible."""
     return num_parameters >= FEWEST_PARAMETERS and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
 
 
 def can_compile() -> bool:
-    """Whether what compiling for CUDA needs is there; if not it is said."""
+    """Return whether Triton and a C compiler, which compiling for CUDA needs, are installed.
+
+    Log a warning if one of them is missing.
+    """
     compiler = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
     if importlib.util.find_spec("triton") is not None and compiler is not None:
         return True
@@ -44,9 +48,14 @@ def can_compile() -> bool:
 
 
 def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
-    """Compiles the model's layers, which happens when they first compute (about half a minute), and the
-    arithmetic on its logits. False, and nothing changed, for a small model, where Triton or a C compiler is
-    missing, or where TORCH_COMPILE_DISABLE=1 says so.
+    """Compile the model's layers and the arithmetic on its logits.
+
+    The layers are compiled when they first compute, which takes about half a minute.
+
+    Returns:
+        Whether the model is compiled. Nothing is changed and False is returned for a small model, for a model
+        whose backbone has no list of layers, where Triton or a C compiler is missing, and if
+        TORCH_COMPILE_DISABLE=1.
     """
     backbone: Any = module.model.base_model
     layers = getattr(backbone, "layers", None)
@@ -55,7 +64,7 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
     if not is_compiled(sum(p.numel() for p in module.parameters())) or not can_compile():
         return False
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))
-    for layer in list(layers)[: -1 if module.is_short else None]:  # the shortened one computes few tokens
+    for layer in list(layers)[: -1 if module.is_short else None]:  # a shortened layer computes few tokens
         _compile(layer)
     if isinstance(module, PolicyModel):
         module.log_prob = partial(linear_log_prob, compiles=True)
@@ -63,7 +72,7 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
 
 
 def _compile(layer: Any) -> None:
-    """Compiles what a layer computes. What is fused rounds where single operations round, as in rollouts."""
+    """Compile a layer's forward pass. Fused operations round where single operations do, as in rollouts."""
     fast = compiled(
         MethodType(inspect.unwrap(type(layer).forward), layer), options={"emulate_precision_casts": True}
     )

@@ -1,20 +1,19 @@
-"""A module that is trained: sharded over processes or not, with optimizer, schedule, checkpoints and a
-weight stream; the `Engine` (base.py) over FSDP2.
+"""The `Engine` (base.py) over FSDP2: a module with its optimizer, schedule, checkpoints and weight stream.
 
-With one process the module stays plain. With several it is sharded by FSDP2 (`fully_shard`): each decoder
-layer is a unit, the rest is the root; `ProcessLayout` says over which of them. Losses are sums divided by the
-whole world's counts, so gradients are summed over processes, not averaged. With sequence parallelism a
-process computes its share of each micro-batch's tokens (`verl/utils/ulysses.py`), and gradients are summed
-all the same.
+With one process the module stays plain. With several processes FSDP2 (`fully_shard`) shards it: each decoder
+layer is a unit, and the rest is the root. `ProcessLayout` says which processes shard it. Losses are sums
+divided by the whole world's counts, so gradients are summed over processes, not averaged. With sequence
+parallelism a process computes its share of each micro-batch's tokens (`verl/utils/ulysses.py`), and gradients
+are summed all the same.
 
-Which processes of an FSDP2 run hold what: shards of the weights, and shares of the tokens.
+The processes of an FSDP2 run hold shards of the weights and shares of the tokens:
 
     world 8, fsdp_size 4, sequence parallel 2:
 
     weights sharded over   [0 1 2 3] [4 5 6 7]     the two groups hold the same (hybrid sharding)
     packs shared by        [0 1] [2 3] [4 5] [6 7] four replicas, each with rows of its own
 
-The two are independent: a gradient is summed over all processes, whoever has the shards.
+The two are independent: a gradient is summed over all processes, whichever of them hold the shards.
 """
 
 from __future__ import annotations
@@ -67,10 +66,15 @@ from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
 
 @dataclass(frozen=True)
 class ProcessLayout:
-    """How a model's processes are divided, as one of them sees it. One process alone has no mesh, no group.
+    """The division of a model's processes, as one of them sees it.
 
-    mesh: for `fully_shard`, of one dimension (shard) or two (replicate, shard). data: which replica the
-    process is a part of. sequence: the processes of its replica. peers: those with its place in each replica.
+    A single process has no mesh and no groups.
+
+    Attributes:
+        mesh: the mesh for `fully_shard`, of one dimension (shard) or two (replicate, shard).
+        data: the replica that the process is a part of.
+        sequence: the group of the processes of its replica.
+        peers: the group of the processes with its position in each replica.
     """
 
     mesh: DeviceMesh | None
@@ -82,9 +86,17 @@ class ProcessLayout:
     def build(
         cls, device: torch.device, world_size: int, fsdp_size: int = -1, sequence_parallel_size: int = 1
     ) -> ProcessLayout:
-        """All processes together. fsdp_size: processes that shard the weights among them (-1, or more than
-        there are: all); sequence_parallel_size: processes that share a pack's tokens. ValueError: one of the
-        two does not divide the number of processes.
+        """Build the layout; all processes call it together.
+
+        Args:
+            device: the device of this process.
+            world_size: the number of processes.
+            fsdp_size: how many processes shard the weights among them. With -1, or more than there are, all
+                do.
+            sequence_parallel_size: how many processes share a pack's tokens.
+
+        Raises:
+            ValueError: one of the two sizes does not divide the number of processes.
         """
         sizes = {
             "fsdp_config.fsdp_size": world_size if fsdp_size == -1 else min(fsdp_size, world_size),
@@ -103,25 +115,30 @@ class ProcessLayout:
             shape = world_size // fsdp_size, fsdp_size
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         num_replicas = world_size // sequence_parallel_size
-        rank, place = divmod(dist.get_rank(), sequence_parallel_size)
+        replica, rank_in_replica = divmod(dist.get_rank(), sequence_parallel_size)
         if sequence_parallel_size == 1:
-            return cls(mesh, DataPosition(rank, num_replicas), None, dist.group.WORLD)
+            return cls(mesh, DataPosition(replica, num_replicas), None, dist.group.WORLD)
         groups = init_device_mesh(
             device.type, (num_replicas, sequence_parallel_size), mesh_dim_names=("replica", "sequence")
         )
-        data = DataPosition(rank, num_replicas, leads=place == 0)
+        data = DataPosition(replica, num_replicas, leads=rank_in_replica == 0)
         return cls(mesh, data, groups["sequence"].get_group(), groups["replica"].get_group())
 
 
 class TrainEngine(Engine):
-    """Owns a PolicyModel or ValueModel on this rank. `optim=None` makes it frozen (a reference model).
+    """The engine of a PolicyModel or a ValueModel on this rank.
 
     Args:
-        module: on CPU, of dtype precision.model, the same on every rank; its weights may be unread.
-        fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses.
-            `reshard_after_forward`: see `_backward`. `fsdp_size`: see `ProcessLayout`.
-        world_size: number of processes; more than 1 needs torch.distributed to be initialised.
-        optim: the configuration's `optim` block. grad_clip: largest norm of the gradient over all ranks.
+        module: the model on CPU, of dtype precision.model, the same on every rank. Its weights may be unread.
+        precision: the dtypes of the stored weights and of the computation.
+        fsdp_config: on CUDA, `param_offload` and `optimizer_offload` keep the weights and the optimizer's
+            state in CPU memory between uses. For `reshard_after_forward` see `_backward`, for `fsdp_size` see
+            `ProcessLayout`.
+        device: the device of this rank.
+        world_size: the number of processes. With more than 1, torch.distributed must be initialised.
+        optim: the configuration's `optim` block. With None the engine is frozen (a reference model).
+        grad_clip: the largest norm of the gradient over all ranks.
+        sequence_parallel_size: how many processes share a pack's tokens.
     """
 
     def __init__(
@@ -145,8 +162,8 @@ class TrainEngine(Engine):
         if optim is None:
             module.requires_grad_(False)
         self.reshards = bool(fsdp_config["reshard_after_forward"])
-        stored = {p.dtype for p in module.parameters()}  # LoRA adapters are float32 in any model
-        self._casts = stored != {precision.compute}
+        stored_dtypes = {p.dtype for p in module.parameters()}  # LoRA adapters are float32 in any model
+        self._casts = stored_dtypes != {precision.compute}
         if precision.compute == torch.bfloat16:
             keep_stream_in_float32(module.model.base_model)
         if device.type == "cpu" and precision.compute == torch.bfloat16:
@@ -166,13 +183,13 @@ class TrainEngine(Engine):
             self.optimizer = build_optimizer(self.module.parameters(), optim, matrices)
             self.scheduler = build_scheduler(self.optimizer, optim)
         self.weights_version = 0
-        self._writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
+        self._writing_group: dist.ProcessGroup | None = None  # for the threads that write snapshots
         on_cuda = device.type == "cuda"
         self.offloads_params = on_cuda and bool(fsdp_config["param_offload"])
         self._offloads_optimizer = (
             on_cuda and self.optimizer is not None and bool(fsdp_config["optimizer_offload"])
         )
-        self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
+        self._params_needed = self._optimizer_needed = 0  # number of open blocks of `loaded` that need them
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)
 
     def _shard(self, module: PolicyModel | ValueModel, mesh: DeviceMesh) -> PolicyModel | ValueModel:
@@ -219,17 +236,23 @@ class TrainEngine(Engine):
         return outputs if sharded is None else sharded.gather(outputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass: products in 16 bits, also of weights that FSDP2 has cast already."""
+        """Return the context of a forward pass.
+
+        In 16-bit computation it makes products in 16 bits, also with weights that FSDP2 has cast already.
+        """
         mixed = self.precision.compute != torch.float32
         return torch.autocast(self.device.type, self.precision.compute) if mixed else nullcontext()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradient of a micro-batch's share of the loss.
+        """Add the gradient of a micro-batch's share of the loss.
 
         With `reshard_after_forward` ranks exchange gradients in every micro-batch, so that none holds more
-        than its shard of them; groups that hold the same shards (hybrid sharding) add theirs up in the last
-        one. Without, weights stay gathered from the first micro-batch to the last, and gradients are
-        exchanged in the last one only. Gradients of adapters are small, so they wait as well.
+        than its shard of them. Groups that hold the same shards (hybrid sharding) add their gradients up in
+        the last micro-batch.
+
+        Without `reshard_after_forward` weights stay gathered from the first micro-batch to the last, and
+        gradients are exchanged only in the last one. Gradients of adapters are small, so they also wait for
+        the last one.
         """
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_all_reduce(is_last)
@@ -260,7 +283,7 @@ class TrainEngine(Engine):
         return [p.to_local().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
 
     def publish_trained_weights(self) -> None:
-        """Free weights that were gathered before: the next pass gathers them again."""
+        """Free weights that were gathered before, so that the next pass gathers them again."""
         self._reshard()
 
     @property
@@ -271,11 +294,11 @@ class TrainEngine(Engine):
 
     @contextmanager
     def loaded(self, optimizer: bool = False) -> Iterator[None]:
-        params = self.offloads_params and not self._params_needed
-        state = optimizer and self._offloads_optimizer and not self._optimizer_needed
-        if params:
+        brings_params = self.offloads_params and not self._params_needed
+        brings_optimizer = optimizer and self._offloads_optimizer and not self._optimizer_needed
+        if brings_params:
             self.module.to(self.device)
-        if state:
+        if brings_optimizer:
             self._move_optimizer(self.device)
         self._params_needed += 1
         self._optimizer_needed += optimizer
@@ -286,10 +309,10 @@ class TrainEngine(Engine):
             self._optimizer_needed -= optimizer
             if not self._params_needed:
                 self._reshard()
-            self._offload(params=params, optimizer=state)
+            self._offload(params=brings_params, optimizer=brings_optimizer)
 
     def _reshard(self) -> None:
-        """Frees gathered weights that were kept over several passes."""
+        """Free gathered weights that were kept over several passes."""
         if not self.reshards:
             for module in self.module.modules():
                 if isinstance(module, FSDPModule):
@@ -315,8 +338,10 @@ class TrainEngine(Engine):
     # ------------------------------------------------------------------------------------------ weights
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.weights`; with one process the tensors are the parameters' own storage, but for those
-        that are cast, or that LoRA adapters are merged into.
+        """Yield whole tensors as `Engine.weights` does.
+
+        With one process the tensors are the parameters' own storage, except for tensors that are cast or that
+        LoRA adapters are merged into.
         """
         yield from plain_parameters(self.module.model, self.adapters, dtype)
 
@@ -340,7 +365,7 @@ class TrainEngine(Engine):
         return dist.get_rank() if self.world_size > 1 else 0
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(the weights that are trained, the optimizer with its settings as `param_groups`)."""
+        """Return (the trained weights, the optimizer's state with its settings as `param_groups`)."""
         assert self.optimizer is not None
         model = get_model_state_dict(self.module)
         if self.adapters is not None:
@@ -349,7 +374,10 @@ class TrainEngine(Engine):
         return model, get_optimizer_state_dict(self.module, self.optimizer)
 
     def snapshot(self, path: str | Path) -> Snapshot:
-        """The tensors are in the snapshot, all else is written at once; adapters also as a PEFT folder."""
+        """Return a snapshot that writes the tensors; everything else is written at once.
+
+        Adapters are also written as a PEFT folder, at once.
+        """
         assert self.scheduler is not None
         if self._writing_group is None and self.world_size > 1:
             self._writing_group = dist.new_group(backend="gloo")
@@ -359,7 +387,7 @@ class TrainEngine(Engine):
         with self.loaded(optimizer=True):
             model, optimizer = self._state()
             held: list[Any] = [{"model": model, "optimizer": {"state": optimizer["state"]}}]
-            if offloads:  # else the snapshot would keep all of it on the device
+            if offloads:  # otherwise the snapshot would keep all of it on the device
                 held.append(copied_to_cpu(held.pop()))
             if self.adapters is not None:
                 save_adapter(self.adapters, folder / ADAPTER_FOLDER, writes=self._rank == 0)
@@ -391,7 +419,7 @@ class TrainEngine(Engine):
                     expected |= shapes
             check_fits(expected, folder)
             load_tensors(saved, folder / "dcp")
-            options = StateDictOptions(strict=self.adapters is None)  # with LoRA the base is not in it
+            options = StateDictOptions(strict=self.adapters is None)  # with LoRA there are no base weights
             set_model_state_dict(self.module, model, options=options)
             if resumes:
                 set_optimizer_state_dict(self.module, self.optimizer, optimizer)
@@ -404,19 +432,22 @@ class TrainEngine(Engine):
     def snapshot_hf(
         self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
     ) -> Snapshot:
-        """Weights that adapters are merged into are gathered now, as a checkpoint has the adapters alone."""
+        """Return a snapshot that writes a Hugging Face folder, as `Engine.snapshot_hf` does.
+
+        With adapters the merged weights are gathered now, because a checkpoint has only the adapters.
+        """
         model = self.module.model
         weights: Sequence[str] | dict[str, Tensor] = tensor_names(model)
         if self.adapters is not None:
             buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
             with self.loaded():
-                whole = chain(self.weights(), buffers.items())
-                weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
+                named_tensors = chain(self.weights(), buffers.items())
+                weights = {name: tensor.cpu() for name, tensor in named_tensors if self._rank == 0}
         if self._rank > 0:
             return Snapshot()
         return Snapshot(write=partial(write_hf_folder, model, weights, Path(path), tokenizer, base, saved))
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Parameters of the whole model, tied ones once."""
+    """Return the number of parameters of the whole model; tied ones count once."""
     return sum(p.numel() for p in module.parameters())

@@ -1,16 +1,18 @@
 """The optimizer and the learning-rate schedule, from an `optim` block of the configuration.
 
-AdamW, or Muon for the matrices of the layers and AdamW for all else, as one optimizer with one state.
+The optimizer is AdamW, or Muon for the matrices of the layers with AdamW for everything else. The latter is
+one optimizer with one state.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with gradient G of W [out, in]:
 
     M <- momentum * M + G;   U = G + momentum * M;   O = NewtonSchulz(U), about the nearest orthogonal matrix
     W <- W - lr * (weight_decay * W + 0.2 * sqrt(max(out, in)) * O)
 
-The factor before O is that of Moonlight (Liu et al. 2025, arXiv:2502.16982): it gives an update the size of
+The factor before O is that of Moonlight (Liu et al. 2025, arXiv:2502.16982). It gives an update the size of
 AdamW's, so that a learning rate and a weight decay that suit AdamW suit both.
 
-With sharded weights every process gathers a matrix's U, orthogonalises it whole, and takes its own shard.
+With sharded weights, every process gathers a matrix's U, orthogonalises the whole matrix, and takes its own
+shard.
 """
 
 from __future__ import annotations
@@ -27,21 +29,25 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.workers.engine.lora import whole
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, as in the post
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic polynomial in the post
 NUM_ITERATIONS = 5
 ADAMW_EPS = 1e-8
 
 
 def hidden_matrices(backbone: nn.Module) -> list[nn.Parameter]:
-    """The trained weights [out, in] of a decoder's linear layers; embeddings and norms are not among them."""
+    """Return the trained weights [out, in] of a decoder's linear layers.
+
+    Embeddings and norms are not among them.
+    """
     weights = [module.weight for module in backbone.modules() if isinstance(module, nn.Linear)]
     return [w for w in weights if isinstance(w, nn.Parameter) and w.requires_grad]
 
 
 def orthogonalised(update: Tensor) -> Tensor:
-    """The update [out, in] with its singular values brought to about 1 (0.7 to 1.2), in its dtype.
+    """Return the update [out, in] with its singular values brought to about 1 (0.7 to 1.2), in its dtype.
 
-    Five steps of X <- a X + (b X X^T + c (X X^T)^2) X from U / |U|; in bf16 on CUDA, as in the post.
+    The function makes five steps of X <- a X + (b X X^T + c (X X^T)^2) X, starting from U / |U|. On CUDA it
+    computes in bf16, as in the post.
     """
     a, b, c = COEFFICIENTS
     x = update.bfloat16() if update.is_cuda else update.float()
@@ -55,8 +61,14 @@ def orthogonalised(update: Tensor) -> Tensor:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon on the parameters whose ids are in `matrices` ([out, in] each), AdamW on the others. The state
-    exists from the start (zeros). optim: the block.
+    """The optimizer that uses Muon for some parameters and AdamW for the others.
+
+    Its state exists from the start (zeros).
+
+    Args:
+        parameters: all parameters that are trained.
+        matrices: ids of the parameters [out, in] that Muon updates.
+        optim: the `optim` block of the configuration.
     """
 
     def __init__(
@@ -77,7 +89,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 self.state[p] = {"momentum_buffer": _zeros(p)} if "momentum" in group else adamw_state(p)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the loss is known
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is known, so there is no closure
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if "momentum" in group:
@@ -93,7 +105,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         average = self.state[parameter]["momentum_buffer"]
         average.mul_(momentum).add_(gradient)
         update = orthogonalised(whole(gradient.add(average, alpha=momentum)))
-        if isinstance(parameter, DTensor):  # each process has the whole update: none is sent anything
+        if isinstance(parameter, DTensor):  # each process has the whole update, so nothing is sent
             mesh = parameter.device_mesh
             placements = parameter.placements
             update = distribute_tensor(update, mesh, placements, src_data_rank=None)
@@ -114,7 +126,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state before the first step, as torch names it."""
+    """Return AdamW's state before the first step, with the names that torch gives it."""
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
 
@@ -126,11 +138,15 @@ def _zeros(parameter: Tensor) -> Tensor:
 def build_optimizer(
     parameters: Iterable[nn.Parameter], optim: Mapping[str, Any], matrices: Collection[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101), or Muon with AdamW, as `optim.name` says.
+    """Build the optimizer that `optim.name` asks for.
 
-    Its state exists from the start (zeros), so that a checkpoint written before the first step is a whole
-    one. parameters: those without requires_grad are left out. matrices: those that Muon is for
-    (`hidden_matrices`).
+    It is AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101), or Muon with AdamW. Its state exists from the
+    start (zeros), so that a checkpoint written before the first step is complete.
+
+    Args:
+        parameters: the model's parameters. Those without `requires_grad` are left out.
+        optim: the `optim` block of the configuration.
+        matrices: the parameters that Muon is for (`hidden_matrices`).
     """
     trained = [p for p in parameters if p.requires_grad]
     if optim["name"] == "muon":
@@ -142,7 +158,7 @@ def build_optimizer(
 
 
 def adamw(parameters: Iterable[nn.Parameter], optim: Mapping[str, Any]) -> torch.optim.AdamW:
-    """AdamW of an `optim` block, without any state yet."""
+    """Build the AdamW optimizer of an `optim` block, without any state yet."""
     lr = optim["lr"]
     betas = (optim["betas"][0], optim["betas"][1])
     decay = optim["weight_decay"]
@@ -150,10 +166,11 @@ def adamw(parameters: Iterable[nn.Parameter], optim: Mapping[str, Any]) -> torch
 
 
 def lr_factor(step: int, num_warmup: int, num_total: int, style: str, min_ratio: float) -> float:
-    """Share of the peak learning rate in update number `step` (from 0).
+    """Return the share of the peak learning rate in update number `step` (from 0).
 
-    Linear warm-up: (step + 1) / num_warmup, so that the peak is reached in update num_warmup and no update is
-    wasted on 0. After it: `constant` 1; `linear` and `cosine` go from 1 to min_ratio at num_total.
+    During the linear warm-up the share is (step + 1) / num_warmup. The peak is thus reached in update
+    num_warmup, and no update is wasted on a rate of 0. After the warm-up the share is 1 with the style
+    `constant`. With `linear` and `cosine` it goes from 1 to min_ratio at num_total.
     """
     if step < num_warmup:
         return (step + 1) / num_warmup
@@ -165,19 +182,23 @@ def lr_factor(step: int, num_warmup: int, num_total: int, style: str, min_ratio:
 
 
 def resume_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
-    """Goes to the step of another schedule's `state_dict`, with the learning rates of this one."""
+    """Move a schedule to the step of another schedule's `state_dict`, with its own learning rates."""
     scheduler.load_state_dict({**state, "base_lrs": scheduler.base_lrs})
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    scheduler._last_lr = rates  # what get_last_lr says
+    scheduler._last_lr = rates  # the rates that get_last_lr returns
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, optim: Mapping[str, Any]) -> LambdaLR:
-    """The schedule of the block: `warmup_style`, `lr_warmup_steps` or `_ratio`, `min_lr_ratio`,
-    `total_training_steps`. One step of it is one training step (of update_actor or update_critic), not one
-    mini-batch.
+    """Build the learning-rate schedule of the block.
+
+    The schedule follows `warmup_style`, `lr_warmup_steps` or `lr_warmup_steps_ratio`, `min_lr_ratio` and
+    `total_training_steps`. One step of the schedule is one training step (of update_actor or update_critic),
+    not one mini-batch.
+
+    Raises ValueError if the schedule needs the length of the run and `total_training_steps` is not positive.
     """
     num_warmup = optim["lr_warmup_steps"]
     num_total = optim["total_training_steps"]

@@ -1,9 +1,10 @@
-"""The reference policy of the KL term: which model its log-probs come from, and moving it to the policy.
+"""The reference policy of the KL term: its model, and how the policy becomes the reference.
 
-    full training   a frozen engine of its own, which starts as the policy did
+    full training   a frozen engine of its own, which starts with the policy's weights
     LoRA            the policy's own engine with its adapters off: the base model, no second copy
 
-After `reset` it is the policy as of then (with LoRA: those adapters, kept aside), and part of checkpoints.
+`reset` makes the policy of that moment the reference. With LoRA, it keeps a copy of the adapters. A reference
+that was reset is part of checkpoints.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ FOLDER = "reference"
 
 
 class Reference:
-    """The reference beside a policy, which is the engine that is trained. own: the reference's own engine;
-    None: the policy's adapters are switched off for it.
+    """The reference of a policy.
+
+    Args:
+        policy: the engine that is trained.
+        own: the reference's own engine. None means that the policy's engine computes the reference, with its
+            adapters switched off.
     """
 
     def __init__(self, policy: Engine, own: Engine | None):
@@ -30,11 +35,11 @@ class Reference:
         self.policy = policy
         self.own = own
         self.is_reset = False
-        self._kept: dict[str, Tensor] = {}  # with LoRA: the adapters of the last reset
+        self._kept: dict[str, Tensor] = {}  # with LoRA: a copy of the adapters at the last reset
 
     @contextmanager
     def active(self) -> Iterator[Engine]:
-        """Gives the engine that computes the reference's log-probs inside of the block."""
+        """Yield the engine that computes the reference's log-probs inside the block."""
         if self.own is not None:
             yield self.own
             return
@@ -44,7 +49,7 @@ class Reference:
             with adapters.switched_off():
                 yield self.policy
             return
-        self.policy.wait_for_snapshot()  # which is of the trained adapters
+        self.policy.wait_for_snapshot()  # a snapshot must see the trained adapters
         trained = {name: p.detach().clone() for name, p in adapters.parameters().items()}
         copy_tensors(self._kept, adapters.parameters())
         try:
@@ -53,7 +58,7 @@ class Reference:
             copy_tensors(trained, adapters.parameters())
 
     def reset(self) -> None:
-        """From now on the reference is the policy as it is now."""
+        """Make the present policy the reference."""
         if self.own is not None:
             self.own.copy_weights(self.policy)
         else:
@@ -62,14 +67,17 @@ class Reference:
         self.is_reset = True
 
     def save(self, folder: Path) -> None:
-        """Writes the reference into a checkpoint's folder, if it is not what training started from."""
+        """Write the reference into a checkpoint's folder, if it was reset."""
         if self.is_reset and self.own is not None:
             self.own.save_weights(folder / FOLDER)
         elif self.is_reset:
             save_tensors(self._kept, folder / FOLDER)
 
     def load(self, folder: Path) -> None:
-        """Takes the reference of a checkpoint; without one there, it stays what training started from."""
+        """Load the reference of a checkpoint.
+
+        If the checkpoint has none, the reference stays the policy that training started from.
+        """
         if (folder / FOLDER).is_dir():
             if self.own is not None:
                 self.own.load_weights(folder / FOLDER)

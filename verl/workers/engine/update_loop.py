@@ -1,12 +1,14 @@
-"""One training step of a model, whatever its loss: what the actor and the critic share.
+"""One training step of a model, whatever its loss: the part that the actor and the critic share.
 
     rows -> mini-batches (one optimizer step each) -> micro-batches (one forward and backward pass each)
 
-The model's owner gives an `Objective` for each mini-batch: the loss and the metrics of a micro-batch. Both
-are sums over its tokens divided by counts of the whole mini-batch over all ranks, so that loss, gradient and
-metrics are the same for every way of splitting it. A step whose loss or gradient is not finite is skipped on
-all ranks, counted, and explained: the first trajectory with numbers that are infinite or NaN is looked for
-after the fact, which costs a pass for each row if everything that goes into the loss is finite.
+The model's owner gives an `Objective` for each mini-batch. It computes the loss and the metrics of a
+micro-batch. Both are sums over the micro-batch's tokens divided by counts of the whole mini-batch over all
+ranks. Loss, gradient and metrics are therefore the same for every way of splitting the mini-batch.
+
+If the loss or the gradient of a step is not finite, all ranks skip the step, count it and report the reason.
+For the reason they look for the first trajectory with infinite or NaN numbers after the fact. If everything
+that goes into the loss is finite, that search costs one pass for each row.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ LOSS_MASKS = ("response_mask", EXTRA_LOSS_KEY)
 
 
 def tensors_of(data: DataProto, keys: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Tensor]:
-    """The batch's tensors that packing needs, those of `keys`, and those of `optional` that are there."""
+    """Return the batch's tensors that packing needs, those of `keys`, and the existing ones of `optional`.
+
+    Raises ValueError if the batch lacks a tensor that packing needs, or one of `keys`.
+    """
     present: dict[str, Any] = dict(data.batch.items()) if data.batch is not None else {}
     wanted = (*PACKING_KEYS, *keys)
     missing = [key for key in wanted if key not in present]
@@ -53,7 +58,13 @@ def tensors_of(data: DataProto, keys: Sequence[str] = (), optional: Sequence[str
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """Most rows and most tokens of a forward pass on one rank (None: no limit), and whether it is padded."""
+    """The limits of a forward pass on one rank.
+
+    Attributes:
+        max_rows: the largest number of rows. None means no limit.
+        max_tokens: the largest number of tokens. None means no limit.
+        padded: whether the pass is padded.
+    """
 
     max_rows: int | None
     max_tokens: int | None
@@ -63,41 +74,55 @@ class MicroBatchLimits:
     def from_config(
         cls, block: Mapping[str, Any], prefix: str, device: torch.device, packed: bool, num_sharing: int = 1
     ) -> MicroBatchLimits:
-        """`<prefix>_micro_batch_size_per_gpu` rows of a block or, with dynamic batch sizes,
-        `<prefix>_max_token_len_per_gpu` tokens. On CPU a pass has at most CPU_TOKENS_PER_PACK tokens besides:
-        smaller passes are faster there, and the loss is the same. num_sharing: processes that share a pass's
-        tokens; numbers of tokens are for each of them.
+        """Read the limits from a block of the configuration.
+
+        The limit is `<prefix>_micro_batch_size_per_gpu` rows or, with dynamic batch sizes,
+        `<prefix>_max_token_len_per_gpu` tokens. On CPU a pass also has at most CPU_TOKENS_PER_PACK tokens,
+        because smaller passes are faster there and the loss is the same.
+
+        Args:
+            block: a block of the configuration.
+            prefix: the beginning of the keys' names.
+            device: the device of the passes.
+            packed: whether passes are packed, not padded.
+            num_sharing: how many processes share the tokens of a pass. The configured numbers of tokens are
+                for each of these processes.
         """
-        most = CPU_TOKENS_PER_PACK * num_sharing if device.type == "cpu" else None
+        cpu_limit = CPU_TOKENS_PER_PACK * num_sharing if device.type == "cpu" else None
         if not block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]:
-            return cls(block[f"{prefix}_micro_batch_size_per_gpu"], most, not packed)
+            return cls(block[f"{prefix}_micro_batch_size_per_gpu"], cpu_limit, not packed)
         budget = block[f"{prefix}_max_token_len_per_gpu"] * num_sharing
-        return cls(None, min(budget, most or budget), not packed)
+        return cls(None, min(budget, cpu_limit or budget), not packed)
 
 
 def pack_micro_batches(
     batch: Mapping[str, Tensor], rows: Sequence[int], engine: Engine, limits: MicroBatchLimits
 ) -> tuple[int, Iterator[PackedMicroBatch]]:
-    """Packs some rows of a batch, those with at least one loss token. Returns (count, micro-batches).
+    """Pack some rows of a batch, those with at least one loss token, into micro-batches.
 
-    Loss tokens are those of response_mask and, where the batch has one, of extra_loss_mask ([N, R] bool, see
-    `pack_rows`). The count is the same on every rank, since each pass is a collective operation of all: a
-    rank that has fewer gets micro-batches without loss tokens. They are built one at a time, as they are
-    asked for. Rows that are turns (`verl/utils/turn_rows.py`) stay with those of their trajectory, and limits
-    count trajectories: the last turn's row has the others as its beginnings, and is what they all cost. A
-    padded pass shares nothing, so there each turn is a row like any other.
+    Loss tokens are those of `response_mask` and, if the batch has one, of `extra_loss_mask` ([N, R] bool, see
+    `pack_rows`).
+
+    Rows that are turns (`verl/utils/turn_rows.py`) stay with the other turns of their trajectory, and limits
+    count trajectories. The row of the last turn has the other rows as its beginnings, so it costs as much as
+    all of them together. A padded pass shares nothing, so there each turn is a row like any other.
+
+    Returns:
+        (count, micro-batches). The count is the same on every rank, because each pass is a collective
+        operation of all ranks. A rank with fewer micro-batches gets additional ones without loss tokens. The
+        micro-batches are built one at a time, when the iterator reaches them.
     """
     tensors = {key: batch[key] for key in (*PACKING_KEYS, EXTRA_LOSS_KEY) if key in batch}
     masks = [tensors[key] for key in LOSS_MASKS if key in tensors]
     index = torch.as_tensor(rows, dtype=torch.int64)
     index = index[torch.stack([mask[index].any(dim=1) for mask in masks]).any(dim=0)]
-    stays_with = batch[TRAJECTORY][index] if TRAJECTORY in batch and not limits.padded else index
-    counts = stays_with.unique_consecutive(return_counts=True)[1]
+    groups = batch[TRAJECTORY][index] if TRAJECTORY in batch and not limits.padded else index
+    counts = groups.unique_consecutive(return_counts=True)[1]
     units = index.split(counts.tolist())
     last = index[counts.cumsum(0) - 1]
     attention = tensors["attention_mask"][last].bool()
     lengths = attention.sum(dim=1).tolist()
-    if limits.padded:  # each context is padded to the longest
+    if limits.padded:  # each context is padded to the length of the longest one
         longest = (tensors["position_ids"][last] * attention).amax(dim=1) + 1
         contexts = (attention & (tensors["position_ids"][last] == 0)).sum(dim=1).clamp(min=1)
         plan = plan_padded((longest * contexts).tolist(), limits.max_rows, limits.max_tokens)
@@ -108,8 +133,8 @@ def pack_micro_batches(
 
     def build() -> Iterator[PackedMicroBatch]:
         for micro_batch in plan:
-            together = torch.cat([units[unit] for unit in micro_batch])
-            yield pack_rows(tensors, together.tolist(), engine.device, limits.padded)
+            pack_index = torch.cat([units[unit] for unit in micro_batch])
+            yield pack_rows(tensors, pack_index.tolist(), engine.device, limits.padded)
         for _ in range(count - len(plan)):
             row = {key: value[:1] for key, value in tensors.items()}
             without_loss = {key: torch.zeros_like(row[key]) for key in LOSS_MASKS if key in row}
@@ -127,23 +152,41 @@ def infer_rows(
     options: Mapping[str, Any],
     wanted: Sequence[int] = (0,),
 ) -> list[Tensor]:
-    """Outputs of `Engine.infer` for some rows, those of these numbers: each [N, R] float32 on CPU, 0 where
-    there is no loss token and in other rows.
+    """Return outputs of `Engine.infer` for some rows of a batch.
+
+    Args:
+        batch: this rank's tensors.
+        rows: the rows that are computed.
+        engine: this rank's share of the model.
+        limits: the limits of a pass.
+        options: the options of `Engine.infer`.
+        wanted: the numbers of the outputs to return.
+
+    Returns:
+        A tensor [N, R] float32 on CPU for each wanted output. It is 0 where there is no loss token, and in
+        all other rows.
     """
     results = [torch.zeros(batch["response_mask"].shape, device=engine.device) for _ in wanted]
     with engine.loaded():
         micro_batches = pack_micro_batches(batch, rows, engine, limits)[1]
         for micro_batch, outputs in engine.infer(micro_batches, **options):
-            if len(micro_batch.cells):  # else the pass is for other replicas, and the row is any
-                at = to_device(micro_batch.rows, engine.device)
+            # a pass without loss tokens only serves other replicas, and its row is arbitrary
+            if len(micro_batch.cells):
+                row_index = to_device(micro_batch.rows, engine.device)
                 for result, number in zip(results, wanted, strict=True):
-                    result[at] = micro_batch.unpack(outputs[number])
+                    result[row_index] = micro_batch.unpack(outputs[number])
     return [result.cpu() for result in results]
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: this rank's rows, its number in the training step (from 0), counts of all ranks."""
+    """The rows of one optimizer step.
+
+    Attributes:
+        rows: this rank's rows.
+        number: the number of the mini-batch in the training step, from 0.
+        denominator: counts of the mini-batch over all ranks.
+    """
 
     rows: list[int]
     number: int
@@ -155,42 +198,46 @@ class Objective(Protocol):
 
     @property
     def idle_rows(self) -> Sequence[int]:
-        """Rows that are known to have no gradient."""
+        """Return the rows that are known to have no gradient."""
         ...
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What the model is to compute; see `Engine.infer`."""
+        """Return what the model is to compute; see `Engine.infer`."""
         ...
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share: ...
 
     @property
     def step_bound(self) -> StepLimit | None:
-        """Return what limits the optimizer step, None for an objective without such a limit."""
+        """Return the limit on the optimizer step, or None if the objective has no such limit."""
         ...
 
 
 class StepLimit(Protocol):
-    """A limit on one optimizer step; `StepBound` of the actor is one."""
+    """A limit on one optimizer step, for example the actor's `StepBound`."""
 
     def keep_weights(self) -> None:
-        """Remember the weights; the optimizer step comes next."""
+        """Remember the weights. The optimizer step comes next."""
 
     def shorten(self) -> dict[str, float]:
-        """Shorten the step that was made, where it is too long; return metrics."""
+        """Shorten the step that was made if it is too long, and return metrics."""
         ...
 
 
 class UpdateLoop:
-    """Makes the optimizer steps of a training step.
+    """The loop that makes the optimizer steps of a training step.
 
     Args:
-        name: "actor", "critic" or "train" (supervised): the metrics' names begin with it. config: its block.
-        engine: this rank's share of the model. limits: micro-batches of the update.
-        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, which here puts the
-            mini-batches of each epoch in an order of its own (the trainer shuffles the rows).
-        loss_scale_factor: for the loss aggregation seq-mean-token-sum-norm (None: the response width).
+        name: "actor", "critic" or "train" (supervised). The metrics' names begin with it.
+        config: the model's block of the configuration.
+        engine: this rank's share of the model.
+        limits: the limits of the update's micro-batches.
+        rollout_n: `rollout.n`, which multiplies `ppo_mini_batch_size`.
+        seed: the seed of `shuffle`, which gives the mini-batches of each epoch an order of their own. (The
+            trainer shuffles the rows.)
+        loss_scale_factor: the constant of the loss aggregation seq-mean-token-sum-norm. None means the
+            response width.
     """
 
     def __init__(
@@ -211,7 +258,7 @@ class UpdateLoop:
         self.loss_scale_factor = loss_scale_factor
         self.mini_batch_rows = rows_per_rank(config["ppo_mini_batch_size"], rollout_n, engine.data.size)
         self.num_skipped_in_a_row = 0
-        self.skipped_update = ""  # why, in words, of the last time that one was skipped
+        self.skipped_update = ""  # the reason, in words, why an update was last skipped
 
     def num_steps(self, data: DataProto) -> int:
         """Return how many optimizer steps `run` makes on these rows."""
@@ -220,17 +267,19 @@ class UpdateLoop:
     def run(
         self, data: DataProto, batch: Mapping[str, Tensor], objective_of: Callable[[MiniBatch], Objective]
     ) -> dict[str, float]:
-        """ppo_epochs passes over the rows; returns metrics, the same on every rank.
+        """Make `ppo_epochs` passes over the rows, and return metrics that are the same on every rank.
 
         Args:
-            data: this rank's rows; meta_info `num_mini_batches` says into how many they are divided, the
-                same number on every rank (else as many as the configured size makes of this rank's rows), and
-                `uid` names them in the log. batch: its tensors, or those of their turns' rows
-                (`verl/utils/turn_rows.py`): mini-batches are sets of rows of `data` all the same.
+            data: this rank's rows. Their meta_info `num_mini_batches` is the number of mini-batches, which is
+                the same on every rank. Without it, the configured mini-batch size determines the number from
+                this rank's rows. The column `uid` names the rows in the log.
+            batch: the rows' tensors, or the tensors of their turns' rows (`verl/utils/turn_rows.py`). In both
+                cases mini-batches are sets of rows of `data`.
+            objective_of: maps a mini-batch to its objective.
         """
         engine = self.engine
         num_skipped = 0
-        of_steps: dict[str, list[float]] = {}  # of each metric, its values in the optimizer steps
+        step_values: dict[str, list[float]] = {}  # metric -> its value in each optimizer step
         with engine.loaded(optimizer=True):
             for mini_batch in self._mini_batches(data, batch):
                 objective = objective_of(mini_batch)
@@ -249,7 +298,7 @@ class UpdateLoop:
                 if applied:
                     self.num_skipped_in_a_row = 0
                     for name, value in metrics.items():
-                        of_steps.setdefault(name, []).append(value)
+                        step_values.setdefault(name, []).append(value)
                 else:
                     num_skipped += 1
                     rows = mini_batch.rows
@@ -257,8 +306,8 @@ class UpdateLoop:
                     if names is not None and TRAJECTORY in batch:
                         names = names[batch[TRAJECTORY].numpy()]
                     self._count_skipped(partial(first_not_finite, engine, batch, rows, objective, names))
-        over_steps: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": fmean}
-        metrics = {name: over_steps[_op(name)](values) for name, values in of_steps.items()} | {
+        reductions: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": fmean}
+        metrics = {name: reductions[_op(name)](values) for name, values in step_values.items()} | {
             f"{self.name}/lr": engine.lr,
             f"{self.name}/num_skipped_updates": float(num_skipped),
             f"{self.name}/num_skipped_in_a_row": float(self.num_skipped_in_a_row),
@@ -280,15 +329,15 @@ class UpdateLoop:
 
     def _mini_batches(self, data: DataProto, batch: Mapping[str, Tensor]) -> Iterator[MiniBatch]:
         number = 0
-        of_trajectories = mini_batches(len(data), self._num_mini_batches(data))
-        # one for all ranks, whose turns may be of other lengths than those here
+        trajectory_ranges = mini_batches(len(data), self._num_mini_batches(data))
+        # the same factor for all ranks, although their turns may have other lengths than the turns here
         scale_factor = self.loss_scale_factor or data.tensors["response_mask"].shape[1]
         for epoch in range(self.config["ppo_epochs"]):
-            all_rows = [rows_of(trajectories, batch) for trajectories in of_trajectories]
+            rows_of_mini_batches = [rows_of(trajectories, batch) for trajectories in trajectory_ranges]
             if self.config["shuffle"]:
-                order = shuffled(len(all_rows), self.seed, self.engine.num_training_steps, epoch)
-                all_rows = [all_rows[i] for i in order]
-            for rows in all_rows:
+                order = shuffled(len(rows_of_mini_batches), self.seed, self.engine.num_training_steps, epoch)
+                rows_of_mini_batches = [rows_of_mini_batches[i] for i in order]
+            for rows in rows_of_mini_batches:
                 prompt_rows = batch["prompt_rows"][rows] if "prompt_rows" in batch else None
                 counts = denominator_counts(batch["response_mask"][rows], prompt_rows)
                 denominator = LossDenominator.from_counts(
@@ -300,20 +349,23 @@ class UpdateLoop:
     def _accumulate(
         self, batch: Mapping[str, Tensor], mini_batch: MiniBatch, objective: Objective
     ) -> dict[str, float]:
-        """Gradient of one mini-batch, left in the parameters. Returns metrics, the same on every rank; none
-        if nothing was computed.
+        """Compute the gradient of one mini-batch, and leave it in the parameters.
 
-        Idle rows add their metrics alone, without a backward pass; but one of their micro-batches has it if
-        there is nothing else: the optimizer steps (momentum, decay) on zeros too. Idle rows come first, so
-        that the last pass is a backward one, after which sharded weights are given back.
+        Idle rows add only their metrics, without a backward pass. If no other row has a loss token, one
+        micro-batch of idle rows gets a backward pass all the same, because the optimizer's step (momentum,
+        decay) is not empty with a gradient of zeros. Idle rows come first, so that the last pass is a
+        backward pass, after which sharded weights are freed.
+
+        Returns:
+            Metrics that are the same on every rank, or an empty dictionary if nothing was computed.
         """
         engine = self.engine
         shares = list[Share]()
         idle = set(objective.idle_rows)
         active = [row for row in mini_batch.rows if row not in idle]
-        num_idle, idle_parts = self._micro_batches(batch, sorted(idle))
-        num_active, active_parts = self._micro_batches(batch, active)
-        micro_batches = chain(idle_parts, active_parts)
+        num_idle, idle_batches = self._micro_batches(batch, sorted(idle))
+        num_active, active_batches = self._micro_batches(batch, active)
+        micro_batches = chain(idle_batches, active_batches)
         options = objective.options
         num_backward = num_active or min(num_idle, 1)
         if not num_backward:
@@ -328,7 +380,7 @@ class UpdateLoop:
             for name, value in (*share.metrics.items(), ("loss", share.loss)):
                 values.setdefault(name, []).append(value)
         totals: dict[str, float] = {}
-        for op in ("sum", "min", "max"):  # every rank has the same names: each makes as many passes
+        for op in ("sum", "min", "max"):  # all ranks make the same number of passes: they have the same names
             names = [name for name in values if _op(name) == op]
             reduced = [float(getattr(torch.stack(values[name]), op)()) for name in names]
             totals |= dict(zip(names, engine.reduce(reduced, op), strict=True))
@@ -337,14 +389,15 @@ class UpdateLoop:
     def _micro_batches(
         self, batch: Mapping[str, Tensor], rows: list[int]
     ) -> tuple[int, Iterable[PackedMicroBatch]]:
-        """`pack_micro_batches` of these rows; none where no rank has such rows."""
+        """Pack these rows with `pack_micro_batches`; return no micro-batches if no rank has such rows."""
         if not any(self.engine.reduce([float(len(rows))], "sum")):
             return 0, ()
         return pack_micro_batches(batch, rows, self.engine, self.limits)
 
     def _count_skipped(self, why: Callable[[], str]) -> None:
-        """Counts a step that was not made. The reason costs passes: it is looked for of the first in a row
-        alone.
+        """Count a step that was not made, and log the reason.
+
+        Finding the reason costs passes, so only the first of several skipped steps in a row is explained.
         """
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row > 1:
@@ -355,19 +408,23 @@ class UpdateLoop:
 
 
 def _op(name: str) -> str:
-    """How a metric's values become one: `*/min` is the least, `*/max` the greatest, others add up (over
-    micro-batches and ranks) or are averaged (over optimizer steps).
+    """Return how a metric's values are combined: "min", "max" or "sum".
+
+    The values of `*/min` are reduced to their minimum, those of `*/max` to their maximum. All others are
+    added up over micro-batches and ranks, and averaged over optimizer steps.
     """
     ending = name.rsplit("/", 1)[-1]
     return ending if ending in ("min", "max") else "sum"
 
 
 def mini_batches(num_rows: int, count: int) -> list[range]:
-    """Divide rows 0..num_rows-1 into `count` consecutive parts. Sizes differ by at most one, larger first.
+    """Divide rows 0..num_rows-1 into `count` consecutive parts.
 
-    This is the one definition of where mini-batches begin. The driver applies it to the rows of all ranks and
-    gives each rank an equal share of every part, rounded up. These shares again differ by at most one and do
-    not grow, so a rank that applies it to its own rows finds the same parts.
+    The parts' sizes differ by at most one, and larger parts come first.
+
+    This function is the one definition of where mini-batches begin. The driver applies it to the rows of all
+    ranks and gives each rank an equal share of every part, rounded up. These shares again differ by at most
+    one and do not grow, so a rank that applies it to its own rows finds the same parts.
 
     Example: 10 rows in 4 parts are rows 0-2, 3-5, 6-7 and 8-9.
     """
@@ -379,12 +436,18 @@ def mini_batches(num_rows: int, count: int) -> list[range]:
 
 
 def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int) -> int:
-    """Rows of a mini-batch on one rank: ppo_mini_batch_size * rollout.n trajectories over all, rounded up."""
+    """Return the number of rows of a mini-batch on one rank, rounded up.
+
+    A mini-batch has ppo_mini_batch_size * rollout.n trajectories over all ranks.
+    """
     return -(-mini_batch_size * rollout_n // world_size)
 
 
 def shuffled(num_rows: int, seed: int, training_step: int, epoch: int) -> list[int]:
-    """A permutation that depends on nothing but the arguments, so that a resumed run draws it again."""
+    """Return a permutation of the rows that depends only on the arguments.
+
+    A resumed run therefore draws the same permutation again.
+    """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + training_step) * 1_009 + epoch)
     return torch.randperm(num_rows, generator=generator).tolist()
 
@@ -396,8 +459,16 @@ def first_not_finite(
     objective: Objective,
     names: np.ndarray | None,
 ) -> str:
-    """What is not finite, in words, the same on every rank; all ranks call it together. rows: this rank's
-    rows of the mini-batch. names: uid of each row of the batch.
+    """Describe the first thing that is not finite, in words that are the same on every rank.
+
+    All ranks call it together.
+
+    Args:
+        engine: this rank's share of the model.
+        batch: this rank's tensors.
+        rows: this rank's rows of the mini-batch.
+        objective: the objective of the mini-batch.
+        names: the uid of each row of the batch.
     """
 
     def row_name(row: int) -> str:
@@ -405,29 +476,29 @@ def first_not_finite(
         return f"row {row}{rank}" + ("" if names is None else f" ({names[row]})")
 
     columns = {name: x for name, x in batch.items() if x.is_floating_point() and x.dim() == 2}
-    inputs = ""
+    bad_input = ""
     for row in rows if columns else ():
         sampled = batch["response_mask"][row].bool()
         for name, column in columns.items():
-            places = (~column[row].isfinite() & sampled).nonzero().flatten().tolist()
-            if places and not inputs:
-                value = float(column[row, places[0]])
-                inputs = f"{name} {value} at place {places[0]} of the response of {row_name(row)}"
-    if reason := _over_ranks(engine, inputs):
+            positions = (~column[row].isfinite() & sampled).nonzero().flatten().tolist()
+            if positions and not bad_input:
+                value = float(column[row, positions[0]])
+                bad_input = f"{name} {value} at place {positions[0]} of the response of {row_name(row)}"
+    if reason := _over_ranks(engine, bad_input):
         return reason
     for micro_batch in pack_micro_batches(batch, rows, engine, MicroBatchLimits(1, None, False))[1]:
         (share,) = engine.forward_backward([micro_batch], 1, objective.share, **objective.options)
         norm, _ = engine.step(discard=True)
         (in_loss,) = engine.reduce([float(not share.loss.isfinite())], "sum")
-        if in_loss or not math.isfinite(norm):  # with several ranks: in one of the rows of that pass
-            own = row_name(int(micro_batch.rows[0])) if len(micro_batch.cells) else ""
-            what = "the loss" if in_loss else "only the gradient"
-            return f"{what} is not finite, that of {_over_ranks(engine, own, every=True)}"
+        if in_loss or not math.isfinite(norm):  # with several ranks, in one of the rows of that pass
+            row_here = row_name(int(micro_batch.rows[0])) if len(micro_batch.cells) else ""
+            quantity = "the loss" if in_loss else "only the gradient"
+            return f"{quantity} is not finite, that of {_over_ranks(engine, row_here, every=True)}"
     return "the loss or gradient is not finite, though that of each trajectory alone is"
 
 
 def _over_ranks(engine: Engine, text: str, every: bool = False) -> str:
-    """The first rank's text that is not empty, or all of them."""
+    """Return the first rank's text that is not empty or, with `every`, all texts that are not empty."""
     if engine.world_size == 1:
         return text
     texts: list[str] = [""] * engine.world_size
