@@ -1,4 +1,4 @@
-"""The policy: log-probabilities of what was sampled, and its update.
+"""The policy: log-probabilities of the sampled tokens, and the policy's update.
 
     rows -> mini-batches (one optimizer step each) -> micro-batches (one forward and backward pass each)
 
@@ -8,9 +8,11 @@ configuration:
     policy loss (policy_loss.loss_mode) - entropy_coeff * entropy + kl_loss_coef * KL + echo_coeff * echo
 
 Each term is a sum over tokens divided by counts of the mini-batch over all ranks. The policy loss, the KL and
-the entropy are of the tokens that the policy sampled; echo, the cross-entropy of the observations, is of
-tokens that it read. A loss may choose tokens out of a whole mini-batch (`clip_cov`, `kl_cov`): then the
-log-probs of a pass without gradient are gathered over ranks, and each rank takes its own rows of the choice.
+the entropy are of the tokens that the policy sampled. Echo, the cross-entropy of the observations, is of
+tokens that it read.
+
+A loss may choose tokens out of a whole mini-batch (`clip_cov`, `kl_cov`). For such a loss the log-probs of a
+pass without gradient are gathered over ranks, and each rank takes its own rows of the choice.
 """
 
 from __future__ import annotations
@@ -44,14 +46,17 @@ from verl.workers.engine.update_loop import (
 
 
 def uses_kl_loss(config: Mapping[str, Any]) -> bool:
-    """Whether a KL to the reference is in the loss. config: the `actor` block."""
+    """Return whether the loss of this `actor` block has a KL to the reference."""
     return bool(config["use_kl_loss"]) and config["kl_loss_coef"] > 0
 
 
 def loss_columns(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(columns that the loss of this `actor` block needs, those that it takes where they are): all [N, R],
-    but for prompt_tokens and prompt_rows [N], sampled tokens and rows with one of the row's uid in the
-    mini-batch.
+    """Return the columns that the loss of this `actor` block reads.
+
+    Returns:
+        (columns that the loss needs, columns that it uses if they exist). All are [N, R], except for
+        `prompt_tokens` and `prompt_rows` [N]: the numbers of sampled tokens, and of rows with a sampled
+        token, among the rows of the mini-batch with the row's uid.
     """
     needed = ["advantages"]
     if uses_kl_loss(config):
@@ -67,9 +72,17 @@ def loss_columns(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 def rows_without_gradient(
     config: Mapping[str, Any], entropy_coeff: float, batch: Mapping[str, Tensor], rows: list[int]
 ) -> list[int]:
-    """Those of the rows that no term of the loss pulls at: all advantages exactly 0 (a group whose members
-    scored the same), a policy loss that vanishes with them, and no other term. Of a trajectory's turns all or
-    none: they share a pass.
+    """Return the rows that no term of the loss has a gradient for.
+
+    Such rows exist if the policy loss vanishes with the advantages and the loss has no other term. They are
+    the rows whose advantages are all exactly 0 (a group whose members scored the same). Of a trajectory's
+    turns either all or none are returned, because they share a pass.
+
+    Args:
+        config: the `actor` block.
+        entropy_coeff: the present coefficient of the entropy.
+        batch: this rank's columns.
+        rows: the rows to choose from.
     """
     vanishes = loss_traits(config["policy_loss"]["loss_mode"]).vanishes_with_advantage
     if not vanishes or entropy_coeff or uses_kl_loss(config) or config["echo_coeff"]:
@@ -84,13 +97,22 @@ def rows_without_gradient(
 
 @dataclass
 class PolicyObjective:
-    """See the top of the file. An `Objective` of the update loop.
+    """The loss of one mini-batch of the policy; an `Objective` of the update loop. See the top of the file.
 
-    config: the `actor` block. temperature: the one that was sampled with. batch: this rank's columns, [N, R]
-    where they are per token. on_policy: the weights are those of old_log_probs, so that the ratio is 1, and
-    old_log_probs are not read. (If it is False and they are missing, the loss must do without.) limits, seed:
-    for a loss that chooses tokens out of the mini-batch. first_log_probs: [N, R] on the device; if
-    given it is filled with this pass's log-probs. step_bound: of `actor.max_step_kl`, which needs them too.
+    Attributes:
+        config: the `actor` block.
+        engine: this rank's share of the policy.
+        temperature: the temperature that the rows were sampled with.
+        batch: this rank's columns, [N, R] where they are per token.
+        mini_batch: the rows and the counts of the mini-batch.
+        on_policy: whether the weights are those of `old_log_probs`. Then the ratio is 1, and `old_log_probs`
+            are not read. (If it is False and they are missing, the loss must do without them.)
+        entropy_coeff: the present coefficient of the entropy.
+        idle_rows: rows that are known to have no gradient.
+        limits: the limits of a pass, for a loss that chooses tokens out of the mini-batch.
+        seed: the seed of that choice.
+        first_log_probs: [N, R] on the device, or None. If given, it is filled with this pass's log-probs.
+        step_bound: the bound of `actor.max_step_kl`, or None. It also needs this pass's log-probs.
     """
 
     config: Mapping[str, Any]
@@ -119,7 +141,7 @@ class PolicyObjective:
         return {"temperature": self.temperature, "with_entropy": True}
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
-        """The micro-batch's share of the loss and of the metrics."""
+        """Return the micro-batch's share of the loss and of the metrics."""
         log_prob = micro_batch.unpack(outputs[0])
         entropy = micro_batch.unpack(outputs[1])
         if self.first_log_probs is not None and len(micro_batch.cells):
@@ -153,8 +175,10 @@ class PolicyObjective:
         return Share(loss, {name: figure.detach() for name, figure in metrics.items()})
 
     def _selected(self, select: SelectFn) -> Tensor:
-        """[N, R] bool on CPU: what the loss chooses out of the mini-batch's rows of all ranks. Each rank has
-        the same seed; where it has fewer or narrower rows they are filled up.
+        """Return the tokens that the loss chooses out of the mini-batch's rows of all ranks, [N, R] bool on
+        CPU.
+
+        Every rank chooses with the same seed. Ranks with fewer or narrower rows fill them up.
         """
         batch = self.batch
         rows = self.mini_batch.rows
@@ -162,13 +186,15 @@ class PolicyObjective:
         log_prob = infer_rows(batch, rows, engine, self.limits, self.options)[0]
         old_log_prob = log_prob if self.on_policy else batch["old_log_probs"]
         mask = batch["response_mask"][rows].bool()
-        own = [x[rows].float().masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, batch["advantages"])]
-        columns = torch.stack([*own, mask.float()]).to(engine.device)
-        most, width = (int(size) for size in engine.reduce([float(size) for size in mask.shape], "max"))
-        columns = F.pad(columns, (0, width - mask.shape[1], 0, most - len(mask)))
+        local_columns = [
+            x[rows].float().masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, batch["advantages"])
+        ]
+        columns = torch.stack([*local_columns, mask.float()]).to(engine.device)
+        max_rows, width = (int(size) for size in engine.reduce([float(size) for size in mask.shape], "max"))
+        columns = F.pad(columns, (0, width - mask.shape[1], 0, max_rows - len(mask)))
         log_probs, old_log_probs, advantages, sampled = torch.cat(engine.gather(columns), dim=1)
         chosen = select(log_probs, old_log_probs, advantages, sampled.bool(), self.config, self.seed)
-        first = engine.data.rank * most
+        first = engine.data.rank * max_rows
         selection = torch.zeros(log_prob.shape, dtype=torch.bool)
         selection[rows] = chosen[first : first + len(mask), : mask.shape[1]].cpu()
         return selection
@@ -176,7 +202,10 @@ class PolicyObjective:
     def _other_terms(
         self, micro_batch: PackedMicroBatch, log_prob: Tensor, entropy: Tensor
     ) -> list[tuple[str, float, Tensor]]:
-        """(name of the metric, weight in the loss, the term), what is only a metric with weight 0."""
+        """Return (name of the metric, weight in the loss, term) of the loss's other terms.
+
+        A term that is only a metric has weight 0.
+        """
         config = self.config
         mask = micro_batch.mask
         mode = self.config["loss_agg_mode"]
@@ -216,7 +245,7 @@ def _ratio_extremes(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def compute_log_prob(engine: Engine, data: DataProto, limits: MicroBatchLimits, temperature: float) -> Tensor:
-    """Log-probs of the response tokens, [N, R] float32 on CPU, 0 where the policy sampled nothing."""
+    """Return the log-probs of the response tokens, [N, R] float32 on CPU, 0 where nothing was sampled."""
     return token_statistics(engine, data, limits, temperature)["log_probs"]
 
 
@@ -228,23 +257,29 @@ def token_statistics(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
 ) -> dict[str, Tensor]:
-    """log_probs and, where asked, entropys (nats) and sum_pi_squared (of the distribution that was drawn
-    from), each [N, R] float32 on CPU, 0 where the policy sampled nothing.
+    """Return statistics of the sampled tokens, each [N, R] float32 on CPU, 0 where nothing was sampled.
+
+    They are `log_probs` and, if requested, `entropys` (nats) and `sum_pi_squared`. The latter two are of the
+    distribution that the tokens were drawn from.
     """
     options: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
     options["with_sum_pi_squared"] = with_sum_pi_squared
-    asked = {"log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
-    wanted = [number for number, is_on in enumerate(asked.values()) if is_on]
+    requested = {"log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
+    wanted = [number for number, is_on in enumerate(requested.values()) if is_on]
     results = infer_rows(tensors_of(data), range(len(data)), engine, limits, options, wanted)
-    return dict(zip([name for name, is_on in asked.items() if is_on], results, strict=True))
+    return dict(zip([name for name, is_on in requested.items() if is_on], results, strict=True))
 
 
 class DataParallelPPOActor:
-    """Updates a policy from trajectories with advantages.
+    """The updates of a policy from trajectories with advantages.
 
-    config: the `actor_rollout_ref.actor` block. engine: this rank's share of the policy. limits:
-    micro-batches of the update. temperature: the one that was sampled with. rollout_n: `rollout.n`, which
-    multiplies ppo_mini_batch_size. seed: of `shuffle`, and of losses that choose tokens at random.
+    Args:
+        config: the `actor_rollout_ref.actor` block.
+        engine: this rank's share of the policy.
+        limits: the limits of the update's micro-batches.
+        temperature: the temperature that the trajectories were sampled with.
+        rollout_n: `rollout.n`, which multiplies `ppo_mini_batch_size`.
+        seed: the seed of `shuffle`, and of losses that choose tokens at random.
     """
 
     def __init__(
@@ -265,18 +300,24 @@ class DataParallelPPOActor:
         self.entropy_controller = get_entropy_controller(config)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
-        """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `num_mini_batches`;
-        else as many as the configured size makes of this rank's rows). Returns metrics `actor/*`, and
-        `rollout_corr/*` where the rollout_log_probs have not been compared with anything yet.
+        """Make `ppo_epochs` passes over the rows, with one optimizer step per mini-batch.
 
-        Reads input_ids, attention_mask, position_ids, response_mask, and the columns of `loss_columns`. In
-        the first mini-batch the policy is still the one that old_log_probs are of: the ratio is 1, and they
-        are not read. With meta_info `bypass_mode` they are the rollout engine's, and are read there too.
-        They may be missing if there is only one optimizer step, or if the policy loss does without them: with
-        several steps there are no metrics of the ratio then.
+        meta_info `num_mini_batches` is the number of mini-batches. Without it, the configured size determines
+        the number from this rank's rows.
 
-        With `turn_ids` [N, R] in the batch each turn is a row of the loss (`verl/utils/turn_rows.py`): a
-        sequence to losses and aggregations that know sequences. Mini-batches stay sets of trajectories.
+        The method reads input_ids, attention_mask, position_ids, response_mask, and the columns of
+        `loss_columns`. In the first mini-batch the policy is still the one that `old_log_probs` are of, so
+        the ratio is 1 and they are not read. With meta_info `bypass_mode` they are the rollout engine's, and
+        are read there too. They may be missing if there is only one optimizer step, or if the policy loss
+        does without them. In the latter case, with several steps, there are no metrics of the ratio.
+
+        With `turn_ids` [N, R] in the batch each turn is a row of the loss (`verl/utils/turn_rows.py`). Losses
+        and aggregations that know sequences then see it as a sequence. Mini-batches stay sets of
+        trajectories.
+
+        Returns:
+            Metrics `actor/*`, and `rollout_corr/*` if the `rollout_log_probs` have not been compared with
+            anything yet.
         """
         trajectories = batch = self._batch(data)
         if "turn_ids" in data.tensors:
@@ -323,21 +364,24 @@ class DataParallelPPOActor:
             metrics["actor/kl_coef"] = self.config["kl_loss_coef"]
         if "actor/entropy" in metrics:
             self.entropy_controller.update(metrics["actor/entropy"])
-        if first_log_probs is not None:  # compared over trajectories, with turns as rows too
+        if first_log_probs is not None:  # the comparison is over trajectories, even if turns are rows
             first_log_probs = first_log_probs.cpu()
             mask = trajectories["response_mask"].bool()
             rollout = trajectories["rollout_log_probs"]
             if TRAJECTORY in batch:
                 first_log_probs = joined(first_log_probs, batch, mask.shape)
-            seen = mask & ~first_log_probs.isnan()
-            metrics |= rollout_agreement(rollout, first_log_probs, seen, self.engine.reduce)
+            compared = mask & ~first_log_probs.isnan()
+            metrics |= rollout_agreement(rollout, first_log_probs, compared, self.engine.reduce)
         return metrics
 
     def _batch(self, data: DataProto) -> dict[str, Tensor]:
-        """The columns that the update reads. ValueError: one is missing."""
+        """Return the columns that the update reads.
+
+        Raises ValueError if one is missing.
+        """
         needed, optional = loss_columns(self.config)
         batch = tensors_of(data, needed, optional)
-        if "observation_mask" in batch:  # a row without a sampled token takes part in nothing
+        if "observation_mask" in batch:  # a row without a sampled token has no part in the loss
             has_tokens = batch["response_mask"].bool().any(dim=1, keepdim=True)
             batch["extra_loss_mask"] = batch["observation_mask"].bool() & has_tokens
         num_steps = self.loop.num_steps(data)
@@ -350,7 +394,7 @@ class DataParallelPPOActor:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next training step depends on, besides the engine."""
+        """Return the state that the next training step depends on, besides the engine."""
         return {"loop": self.loop.state_dict(), "entropy_controller": self.entropy_controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

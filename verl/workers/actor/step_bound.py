@@ -8,13 +8,13 @@
 
 An adaptive optimizer takes a step of about one size whatever the gradient's size, and a few rows can decide
 its direction. One such step can unlearn a behaviour that nothing in the batch speaks for. The bound is that
-of trust-region methods (TRPO, Schulman et al. 2015, arXiv:1502.05477: a line search under a bound on the
-KL); the direction stays the optimizer's.
+of trust-region methods (TRPO, Schulman et al. 2015, arXiv:1502.05477), which search along a line under a
+bound on the KL. The direction stays the optimizer's.
 
-The distance is half the mean squared change of the log-probs of sampled tokens: to second order the KL from
-the policy that sampled them to the new one (the estimator k2 of http://joschu.net/blog/kl-approx.html). A
-change of either sign counts alike, and a single token that has become likely does not decide it, as it does
-in k3.
+The distance is half the mean squared change of the log-probs of sampled tokens. To second order this is the
+KL from the policy that sampled them to the new one (the estimator k2 of
+http://joschu.net/blog/kl-approx.html). Changes of either sign count alike, and a single token that has become
+likely does not decide the distance, as it does in k3.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from verl.workers.engine.base import Engine
 from verl.workers.engine.update_loop import MicroBatchLimits, infer_rows
 
 MEASURED_SHARE = 8  # one in this many rows of a mini-batch is measured
-FEWEST_ROWS = 16  # but at least so many, over all replicas, where there are
+FEWEST_ROWS = 16  # rows that are measured at least, over all replicas, if there are so many
 SAFETY = 0.9  # the distance grows about as the square of the step, not exactly
-SMALLEST_CUT = 0.1  # of the step, in one try
+SMALLEST_CUT = 0.1  # the smallest factor on the step in one try
 MOST_TRIES = 5
 
 
 class StepBound:
-    """The bound on one optimizer step; made before its passes, and asked after the step.
+    """The bound on one optimizer step. Create it before the step's passes, and call `shorten` after the step.
 
     Args:
-        max_kl: largest distance, in nats per sampled token.
+        max_kl: the largest distance, in nats per sampled token.
         engine: this rank's share of the policy.
-        batch: this rank's columns, [N, R] where they are per token. rows: those of the mini-batch.
-        limits: micro-batches of a pass. temperature: the one that was sampled with.
+        batch: this rank's columns, [N, R] where they are per token.
+        rows: the rows of the mini-batch.
+        limits: the limits of a pass.
+        temperature: the temperature that the rows were sampled with.
     """
 
     def __init__(
@@ -66,9 +68,9 @@ class StepBound:
 
     def note(self, rows: Tensor, log_probs: Tensor) -> None:
         """Take the log-probs [len(rows), R] that a pass of the step has computed for rows of the batch."""
-        for place, row in enumerate(rows.tolist()):
+        for index, row in enumerate(rows.tolist()):
             if row in self._number_of:
-                self._log_probs[self._number_of[row]] = log_probs[place].detach().float().cpu()
+                self._log_probs[self._number_of[row]] = log_probs[index].detach().float().cpu()
 
     @torch.no_grad()
     def keep_weights(self) -> None:
@@ -78,8 +80,11 @@ class StepBound:
     def shorten(self) -> dict[str, float]:
         """Bring the weights within the bound, after the optimizer's step.
 
-        A step that no shortening brings within the bound is undone. Return the metrics: the distance of the
-        optimizer's own step (`actor/step_kl`), and the share of that step that was made (`actor/step_share`).
+        A step that no shortening brings within the bound is undone.
+
+        Returns:
+            The metrics: the distance of the optimizer's own step (`actor/step_kl`), and the share of that
+            step that was made (`actor/step_share`).
         """
         first = distance = self._distance()
         share = 1.0
@@ -90,7 +95,7 @@ class StepBound:
             self._move_back(factor)
             share *= factor
             distance = self._distance()
-        if not distance <= self.max_kl:  # also where it is not a number
+        if not distance <= self.max_kl:  # also true if the distance is NaN
             self._undo()
             share = 0.0
         self._before = []
@@ -113,16 +118,17 @@ class StepBound:
 
     @torch.no_grad()
     def _undo(self) -> None:
-        """Take the weights from before the step again."""
+        """Restore the weights from before the step."""
         for weight, before in zip(self.engine.trained_weights(), self._before, strict=True):
             weight.copy_(before)
         self.engine.publish_trained_weights()
 
 
 def measured_rows(response_mask: Tensor, rows: Sequence[int], num_replicas: int) -> list[int]:
-    """Return the rows of a mini-batch that the distance is measured on: evenly spaced, with sampled tokens.
+    """Return the rows of a mini-batch that the distance is measured on.
 
-    Rows without a gradient are among them: the loss does not see what a step does to them.
+    They are evenly spaced, and have sampled tokens. Rows without a gradient are among them, because the loss
+    does not see what a step does to them.
     """
     sampled = [row for row in rows if bool(response_mask[row].any())]
     count = max(-(-len(sampled) // MEASURED_SHARE), -(-FEWEST_ROWS // num_replicas))
@@ -132,9 +138,10 @@ def measured_rows(response_mask: Tensor, rows: Sequence[int], num_replicas: int)
 
 
 def shorter_by(distance: float, max_kl: float) -> float:
-    """Return the factor by which a step is shortened whose distance is `distance`, larger than `max_kl`.
+    """Return the factor that shortens a step whose distance is larger than `max_kl`.
 
-    A distance grows about as the square of a short step. One that is not finite gives the smallest factor.
+    The distance grows about as the square of a short step. A distance that is not finite gives the smallest
+    factor.
     """
     if not math.isfinite(distance):
         return SMALLEST_CUT

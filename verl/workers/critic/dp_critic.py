@@ -1,4 +1,4 @@
-"""The critic: values of states before sampled tokens, and their update towards returns."""
+"""The critic: the values of states before sampled tokens, and their update towards returns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from verl.workers.engine.update_loop import MicroBatchLimits, MiniBatch, UpdateL
 
 
 class DataParallelPPOCritic:
-    """Computes and updates values.
+    """The values of a critic, and their updates.
 
-    config: the `critic` block. engine: this rank's share of the value model. limits: micro-batches of both.
-    rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, as for the actor.
+    Args:
+        config: the `critic` block.
+        engine: this rank's share of the value model.
+        limits: the limits of the micro-batches, of both values and updates.
+        rollout_n: `rollout.n`, which multiplies `ppo_mini_batch_size`.
+        seed: the seed of `shuffle`, as for the actor.
     """
 
     def __init__(
@@ -37,16 +41,21 @@ class DataParallelPPOCritic:
         self.loop = UpdateLoop("critic", config, engine, limits, rollout_n, seed)
 
     def compute_values(self, data: DataProto) -> Tensor:
-        """values [N, R] float32 on CPU, of the state before responses[:, t]; 0 where nothing was sampled."""
+        """Return values [N, R] float32 on CPU, of the states before responses[:, t].
+
+        They are 0 where nothing was sampled.
+        """
         return infer_rows(tensors_of(data), range(len(data)), self.engine, self.limits, {})[0]
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
-        """As the actor's update, from values and returns [N, R]. Returns metrics `critic/*`."""
+        """Update the critic from values and returns [N, R] as the actor is updated; return metrics
+        `critic/*`.
+        """
         batch = tensors_of(data, ("values", "returns"))
         return self.loop.run(data, batch, lambda mini: ValueObjective(self.config, self.engine, batch, mini))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next training step depends on, besides the engine."""
+        """Return the state that the next training step depends on, besides the engine."""
         return {"loop": self.loop.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -55,9 +64,17 @@ class DataParallelPPOCritic:
 
 @dataclass
 class ValueObjective:
-    """The critic's loss of one mini-batch; an `Objective` of the update loop. config: the `critic` block."""
+    """The critic's loss of one mini-batch; an `Objective` of the update loop.
 
-    step_bound: ClassVar[None] = None  # its steps have no limit
+    Attributes:
+        config: the `critic` block.
+        engine: this rank's share of the value model.
+        batch: this rank's columns.
+        mini_batch: the rows and the counts of the mini-batch.
+        idle_rows: rows that are known to have no gradient.
+    """
+
+    step_bound: ClassVar[None] = None  # the optimizer's steps have no limit
     config: Mapping[str, Any]
     engine: Engine
     batch: Mapping[str, Tensor]
@@ -69,7 +86,7 @@ class ValueObjective:
         return {}
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
-        """The micro-batch's share of the loss and of the metrics."""
+        """Return the micro-batch's share of the loss and of the metrics."""
         vpreds = micro_batch.unpack(outputs[0])
         denominator = self.mini_batch.denominator
         loss, clip_fraction = compute_value_loss(

@@ -1,15 +1,18 @@
-"""A policy or a critic on disk: a distributed checkpoint to go on from, and a Hugging Face folder to use.
+"""A policy or a critic on disk: a distributed checkpoint to resume from, and a Hugging Face folder to use.
 
-A snapshot is `<folder>/dcp` (torch.distributed.checkpoint: weights and optimizer, each rank its
-shard; loads on any number of ranks; with LoRA only what is trained), at once or in the background, and
-`<folder>/schedule.pt` and `<folder>/rng_rank<r>.pt` at once. All ranks call each function together. Writing
-aside and renaming is the trainer's business. What the configuration says (learning rate, betas, weight decay,
-schedule) is not taken from a checkpoint: a run goes on with its present settings. A folder with weights alone
+A snapshot is the folder `<folder>/dcp` and the files `<folder>/schedule.pt` and `<folder>/rng_rank<r>.pt`.
+`dcp` (torch.distributed.checkpoint) has the weights and the optimizer's state, with LoRA only those that are
+trained. Each rank writes its shard, and any number of ranks can load it. `dcp` is written at once or in the
+background, the other files at once. All ranks call each function together. The trainer writes a checkpoint
+aside and renames it.
+
+The settings of the configuration (learning rate, betas, weight decay, schedule) are not taken from a
+checkpoint: a run resumes with its present settings. A folder with weights alone
 (scripts/convert_checkpoint.py makes one) is a start from step 0.
 
-A Hugging Face folder is made from `dcp`, a few tensors at a time: model.safetensors, or several files with an
-index. A checkpoint's names are those of the training module (`PolicyModel`), which has the model as `model`;
-tied weights are there under each of their names, in a Hugging Face folder under one.
+A Hugging Face folder is made from `dcp`, a few tensors at a time. It has model.safetensors, or several files
+with an index. A checkpoint's names are those of the training module (`PolicyModel`), which has the model as
+`model`. A checkpoint has tied weights under each of their names, a Hugging Face folder has them under one.
 """
 
 from __future__ import annotations
@@ -37,27 +40,40 @@ from verl.workers.engine.optim import resume_schedule
 
 COPIED_FILES = ("prompt_template.txt", "generation_config.json")
 ADAPTER_FOLDER = "adapter"
-MODEL_PREFIX = "model.model."  # of a Hugging Face name in a checkpoint
+MODEL_PREFIX = "model.model."  # comes before a Hugging Face name in a checkpoint
 MAX_FILE_SIZE = "5GB"
-BYTES_AT_ONCE = 2**28  # read together
-# torch's remark that a single process is not distributed
+BYTES_AT_ONCE = 2**28  # bytes of tensors that are read together
+# torch warns that a single process is not distributed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 def save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Writes tensors, of which each rank may have a shard, into a folder; all ranks together. group: one of
-    all ranks of its own, for a thread in the background.
+    """Write tensors, of which each rank may have a shard, into a folder; all ranks call it together.
+
+    Args:
+        tensors: nested dictionaries of tensors.
+        folder: the folder.
+        group: a group of all ranks for a background thread, which must not be used otherwise. None means the
+            default group.
     """
     dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
 
 
 def load_tensors(tensors: dict[str, Any], folder: Path) -> None:
-    """Fills tensors from a folder of `save_tensors`, written by any number of ranks."""
+    """Fill tensors from a folder that any number of ranks wrote with `save_tensors`."""
     dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def check_fits(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raises ValueError unless the checkpoint holds exactly these tensors, in these shapes."""
+    """Check that the checkpoint holds exactly the expected tensors.
+
+    Args:
+        expected: name -> shape of each tensor.
+        folder: the checkpoint's folder.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or of another shape.
+    """
     saved = {name: tuple(tensor.shape) for name, tensor in saved_tensors(folder / "dcp").items()}
     names = saved.keys() | expected.keys()
     differing = sorted(name for name in names if saved.get(name) != expected.get(name))
@@ -72,7 +88,10 @@ def check_fits(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
 
 @torch.no_grad()
 def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Each rank copies its shards; dtypes, devices and which ranks shard may differ."""
+    """Copy the tensors of `source` into those of `target`; each rank copies its shards.
+
+    Dtypes, devices and the ranks that hold the shards may differ.
+    """
     assert source.keys() == target.keys()
     for name, tensor in target.items():
         new = source[name]
@@ -90,7 +109,10 @@ def _local(tensor: Tensor) -> Tensor:
 def save_progress(
     folder: Path, scheduler: LambdaLR, weights_version: int, device: torch.device, rank: int
 ) -> None:
-    """Writes what an engine depends on besides its tensors: schedule, version, this rank's random state."""
+    """Write the state that an engine depends on besides its tensors.
+
+    It is the schedule, the weights' version and this rank's random state.
+    """
     rng = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(device)
@@ -101,11 +123,11 @@ def save_progress(
 
 
 def load_progress(folder: Path, scheduler: LambdaLR, device: torch.device, rank: int) -> int:
-    """Puts schedule and random state where `save_progress` left others; returns the weights' version."""
+    """Restore the schedule and the random state of `save_progress`, and return the weights' version."""
     schedule = torch.load(folder / "schedule.pt", weights_only=True)
     resume_schedule(scheduler, schedule["scheduler"])
     rng_file = folder / f"rng_rank{rank}.pt"
-    if rng_file.is_file():  # a rank that the saving run did not have keeps its own
+    if rng_file.is_file():  # a rank that the saving run did not have keeps its own random state
         rng = torch.load(rng_file, weights_only=True)
         torch.set_rng_state(rng["cpu"])
         if device.type == "cuda" and "cuda" in rng:
@@ -114,8 +136,9 @@ def load_progress(folder: Path, scheduler: LambdaLR, device: torch.device, rank:
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Whether a checkpoint holds an optimizer's state, or weights alone to start with. Raises ValueError for
-    a folder that is no checkpoint.
+    """Return whether a checkpoint holds an optimizer's state; otherwise it has weights alone to start with.
+
+    Raises ValueError if the folder is not a checkpoint.
     """
     missing = [name for name in ("dcp/.metadata", "schedule.pt") if not (folder / name).is_file()]
     if missing:
@@ -133,8 +156,16 @@ def write_hf_folder(
     base: str | Path,
     saved: str | Path,
 ) -> None:
-    """Writes a Hugging Face folder. weights: names of those to take from the policy's checkpoint in `saved`
-    (see `write_hf_weights`), or the whole tensors; base: the folder that the model came from.
+    """Write a Hugging Face folder.
+
+    Args:
+        model: the model, for its class and configuration.
+        weights: the names of the tensors to take from the policy's checkpoint in `saved` (see
+            `write_hf_weights`), or the whole tensors.
+        folder: the folder to write.
+        tokenizer: the model's tokenizer, or None.
+        base: the folder that the model came from.
+        saved: the folder of the policy's checkpoint.
     """
     if isinstance(weights, dict):
         model.save_pretrained(folder, state_dict=weights)
@@ -148,7 +179,10 @@ def write_hf_folder(
 
 
 def saved_tensors(dcp_folder: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Name (without `prefix`, which those of others lack) -> a tensor on "meta", of each in a checkpoint."""
+    """Return the tensors of a checkpoint whose names begin with `prefix`.
+
+    The result maps a name without the prefix to a tensor on the device "meta".
+    """
     entries = dcp.FileSystemReader(dcp_folder).read_metadata().state_dict_metadata
     return {
         name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -160,26 +194,33 @@ def saved_tensors(dcp_folder: Path, prefix: str = "") -> dict[str, Tensor]:
 def read_tensors(
     dcp_folder: Path, like: Mapping[str, Tensor], prefix: str = ""
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor on CPU) of a checkpoint in the order of `like`, a few of them in memory at a time. In one
-    process alone, whatever others there are.
+    """Yield (name, tensor on CPU) of a checkpoint in the order of `like`, with a few in memory at a time.
+
+    One process reads by itself, whatever other processes there are.
     """
     batch: list[str] = []
     for number, (name, tensor) in enumerate(like.items(), start=1):
         batch.append(name)
         size = sum(like[other].nbytes for other in batch)
         if size + tensor.nbytes >= BYTES_AT_ONCE or number == len(like):
-            found = {prefix + other: torch.empty_like(like[other], device="cpu") for other in batch}
-            dcp.load(found, checkpoint_id=dcp_folder, no_dist=True)
-            yield from ((other, found.pop(prefix + other)) for other in batch)
+            loaded = {prefix + other: torch.empty_like(like[other], device="cpu") for other in batch}
+            dcp.load(loaded, checkpoint_id=dcp_folder, no_dist=True)
+            yield from ((other, loaded.pop(prefix + other)) for other in batch)
             batch = []
 
 
 def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: Path, folder: Path) -> None:
-    """Writes the weights of a policy's checkpoint, and its configuration, into a Hugging Face folder.
+    """Write the weights of a policy's checkpoint, and its configuration, into a Hugging Face folder.
 
-    model: one with the same configuration; its weights don't matter, and may be on "meta". It may be
-    computing meanwhile. names: `tensor_names` of it. ValueError: the checkpoint has not all of the model's
-    tensors.
+    Args:
+        model: a model with the same configuration. Its weights don't matter, and may be on "meta". It may
+            compute meanwhile.
+        names: `tensor_names` of the model.
+        dcp_folder: the folder `dcp` of the checkpoint.
+        folder: the folder to write.
+
+    Raises:
+        ValueError: the checkpoint lacks some of the model's tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     saved = saved_tensors(dcp_folder, MODEL_PREFIX)
@@ -190,7 +231,7 @@ def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: P
             "a policy's checkpoint with whole weights, of the model in question."
         )
     reverted = revert_weight_conversion(model, dict(like))
-    if reverted.keys() != like.keys():  # a model that is kept in another form than in its files
+    if reverted.keys() != like.keys():  # the model's files have other tensors than the model in memory
         model.save_pretrained(folder, state_dict=dict(read_tensors(dcp_folder, like, MODEL_PREFIX)))
         return
     model.config.dtype = str(next(iter(like.values())).dtype).removeprefix("torch.")
@@ -208,9 +249,11 @@ def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: P
 
 
 def tensor_names(model: PreTrainedModel) -> Sequence[str]:
-    """Parameters, tied ones once, and buffers that are saved. Not to be asked while the model computes:
-    `state_dict` takes from a module that FSDP2 has sharded the weights that a pass has gathered.
+    """Return the names of a model's parameters (tied ones once) and of the buffers that are saved.
+
+    Do not call it while the model computes. For a module that FSDP2 has sharded, `state_dict` takes the
+    weights that a pass has gathered.
     """
     parameters = [name for name, _ in model.named_parameters()]
-    kept = model.state_dict(keep_vars=True).keys()
-    return [*parameters, *(name for name, _ in model.named_buffers() if name in kept)]
+    saved_names = model.state_dict(keep_vars=True).keys()
+    return [*parameters, *(name for name, _ in model.named_buffers() if name in saved_names)]

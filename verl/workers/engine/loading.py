@@ -1,8 +1,8 @@
 """Models from Hugging Face folders, wrapped for training: packed tokens in, numbers per loss token out.
 
-The last decoder layer is computed only for the tokens whose hidden states are used: of a trajectory with
-retrieved text fewer than half of the tokens predict a loss token. Keys and values of the last layer are
-needed of all tokens; queries, output and feed-forward network only of those.
+The last decoder layer is computed only for the tokens whose hidden states are used. In a trajectory with
+retrieved text, fewer than half of the tokens predict a loss token. The last layer needs keys and values of
+all tokens, but queries, output and feed-forward network only of those.
 """
 
 from __future__ import annotations
@@ -50,20 +50,24 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
-FASTEST = "fastest"  # param_dtype: whichever this machine is faster in
-transformers_logging.disable_progress_bar()  # a run has a display of its own
-# Its reports of a critic's unused head, and of layers that no process shares, look like faults; missing
-# weights are refused below.
+FASTEST = "fastest"  # value of param_dtype: the type in which this machine is faster
+transformers_logging.disable_progress_bar()  # a run has a progress display of its own
+# Transformers reports a critic's unused head and layers that no process shares, which looks like an error.
+# Missing weights raise a ValueError in this module.
 for _name in ("modeling_utils", "distributed.tensor_parallel"):
     transformers_logging.get_logger(f"transformers.{_name}").setLevel(transformers_logging.ERROR)
 
-# What some models do to their logits after the head; log-probabilities here are of hidden @ weight.T alone.
+# Changes that some models make to their logits after the head. Log-probabilities here are those of
+# hidden @ weight.T alone.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of the stored weights and of the computation; gradients travel between processes in float32."""
+    """The dtypes of the stored weights and of the computation.
+
+    Gradients travel between processes in float32.
+    """
 
     model: torch.dtype
     compute: torch.dtype
@@ -72,8 +76,11 @@ class Precision:
     def from_config(
         cls, fsdp_config: Mapping[str, Any], device: torch.device, trained: bool = True
     ) -> Precision:
-        """Null means: bf16 on CUDA, fp32 on CPU to compute in; of weights fp32 if trained, else the same.
-        So does `fastest` before `place` (verl/trainer/placement.py) has measured.
+        """Read the dtypes from an `fsdp_config` block.
+
+        If `param_dtype` is null, the computation is in bf16 on CUDA and in fp32 on CPU. `fastest` means the
+        same before `place` (verl/trainer/placement.py) has measured. If `model_dtype` is null, weights are
+        stored in fp32 if they are trained, and in the dtype of the computation otherwise.
         """
         name = fsdp_config["mixed_precision"]["param_dtype"]
         if name in (None, FASTEST):
@@ -83,11 +90,13 @@ class Precision:
 
 
 def shorten_last_layer(backbone: nn.Module) -> bool:
-    """Lets the last layer answer for `wanted` tokens alone (a keyword of the backbone's forward: their places
-    in the pack, ascending), so that the backbone returns hidden states [1, Q, D] instead of [1, T, D]: those
-    of the Q wanted tokens that this process has.
+    """Let the last layer compute only wanted tokens.
 
-    Returns False, and changes nothing, where the layer is not one of PLAIN_LAYERS or Gemma 3's.
+    The backbone's forward then takes a keyword `wanted`, the positions of these tokens in the pack,
+    ascending. With it the backbone returns hidden states [1, Q, D] instead of [1, T, D], those of the Q
+    wanted tokens that this process has.
+
+    Return False, and change nothing, if the layer is not one of PLAIN_LAYERS or Gemma 3's.
     """
     layers = getattr(backbone, "layers", None)
     if not isinstance(layers, nn.ModuleList) or type(layers[-1]) not in (*PLAIN_LAYERS, Gemma3DecoderLayer):
@@ -101,14 +110,14 @@ def _short_forward(
     self: Any, hidden_states: Tensor, *, packing: Packing, wanted: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     if wanted is None:
-        whole: Tensor = type(self).forward(self, hidden_states, packing=packing, **kwargs)
-        return whole
+        output: Tensor = type(self).forward(self, hidden_states, packing=packing, **kwargs)
+        return output
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, packing=replace(packing, wanted=wanted), **kwargs)
-    own = packing.own(wanted)
-    rows = hidden_states.index_select(1, own)
-    attended = attended.index_select(1, own)
-    if isinstance(self, Gemma3DecoderLayer):  # norms what each half gives back, too
+    own_wanted = packing.own(wanted)
+    rows = hidden_states.index_select(1, own_wanted)
+    attended = attended.index_select(1, own_wanted)
+    if isinstance(self, Gemma3DecoderLayer):  # it also norms the output of each half
         rows = rows + self.post_attention_layernorm(attended)
         return rows + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
     rows = rows + attended
@@ -118,23 +127,32 @@ def _short_forward(
 
 @dataclass(frozen=True)
 class Unread:
-    """Weights that are still in a folder: name of a parameter, without adapters -> its name in the files."""
+    """The weights that are still in a folder.
+
+    Attributes:
+        folder: the folder.
+        names: name of a parameter, as it is without adapters -> its name in the files.
+    """
 
     folder: Path
     names: dict[str, str]
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Gives the parameters memory on the device, and reads of each what this process holds of it."""
+        """Give the parameters memory on the device, and read the part of each that this process holds."""
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-        own = {name.replace(".base_layer.", "."): p.detach() for name, p in model.named_parameters()}
-        tensors = {self.names[name]: tensor for name, tensor in own.items() if name in self.names}
+        parameters = {name.replace(".base_layer.", "."): p.detach() for name, p in model.named_parameters()}
+        tensors = {self.names[name]: tensor for name, tensor in parameters.items() if name in self.names}
         assert tensors.keys() == set(self.names.values())
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
 
 class PolicyModel(nn.Module):
-    """A causal language model: what its distributions say of each loss token of a micro-batch. unread: its
-    weights, where they are not there yet.
+    """A causal language model that computes statistics of each loss token of a micro-batch.
+
+    Args:
+        model: the Hugging Face model.
+        adapters: its LoRA adapters, if it has any.
+        unread: its weights, if they are not loaded yet.
     """
 
     def __init__(
@@ -154,8 +172,9 @@ class PolicyModel(nn.Module):
         with_entropy: bool,
         with_sum_pi_squared: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log_probs, entropy, sum_pi_squared), all [U] float32, one for each distinct loss token; see
-        `linear_log_prob`.
+        """Return (log_probs, entropy, sum_pi_squared), each [U] float32, one number per distinct loss token.
+
+        See `linear_log_prob`.
         """
         hidden = _hidden_states(self.model.base_model, micro_batch, self.is_short)
         weight = self.model.get_output_embeddings().weight
@@ -164,7 +183,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A backbone with a scalar head: the value of the state before each loss token of a micro-batch."""
+    """A backbone with a scalar head, for the value of the state before each loss token of a micro-batch."""
 
     def __init__(
         self, model: PreTrainedModel, adapters: Adapters | None = None, unread: Unread | None = None
@@ -180,21 +199,27 @@ class ValueModel(nn.Module):
         self.value_head.load_state_dict(initial_value_head(width))
 
     def forward(self, micro_batch: PackedMicroBatch) -> tuple[Tensor]:
-        """(values,), [U] float32, one for each distinct loss token."""
+        """Return (values,), [U] float32, one number per distinct loss token."""
         hidden = _hidden_states(self.model, micro_batch, self.is_short)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return (values.squeeze(-1).float().clone(),)  # no view: FSDP2 hooks on to what is returned
+        return (values.squeeze(-1).float().clone(),)  # not a view, because FSDP2 hooks on to the result
 
 
 def initial_value_head(width: int) -> dict[str, Tensor]:
-    """weight [1, width] and bias [1] of a new critic's head: near 0, the same for every process and run."""
+    """Return weight [1, width] and bias [1] of a new critic's head.
+
+    They are near 0, and the same for every process and run.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
     return {"weight": weight, "bias": torch.zeros(1)}
 
 
 def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short: bool) -> Tensor:
-    """Hidden states [U, D] that predict the distinct loss tokens. is_short: see `shorten_last_layer`."""
+    """Return the hidden states [U, D] that predict the distinct loss tokens.
+
+    `is_short` says whether the last layer is shortened; see `shorten_last_layer`.
+    """
     output = backbone(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,
@@ -209,9 +234,11 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short:
 
 
 def keep_stream_in_float32(backbone: Any) -> None:
-    """For a computation in bfloat16: the residual stream begins in float32, of whatever type the embedding is
-    (FSDP2 gathers it in bfloat16), and under autocast it stays so, as in rollouts of the native engine. The
-    factor on Gemma's embeddings is rounded, as there and in Hugging Face's, but the product is not.
+    """Keep the residual stream of a computation in bfloat16 in float32, as in rollouts of the native engine.
+
+    The stream begins in float32, whatever the type of the embedding (FSDP2 gathers it in bfloat16), and stays
+    so under autocast. The factor on Gemma's embeddings is rounded, as in the native engine and in Hugging
+    Face's model, but the product is not.
     """
     embedding = backbone.get_input_embeddings()
     factor = 1.0
@@ -225,16 +252,28 @@ def keep_stream_in_float32(backbone: Any) -> None:
 
 
 def _in_the_norms_type(norm: nn.LayerNorm, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-    """On a CPU torch's layer norm takes one type alone; on CUDA autocast sees to it."""
+    """Return the input of a layer norm in the norm's type, because on CPU torch takes no other type.
+
+    On CUDA autocast handles it.
+    """
     return inputs[0] if inputs[0].is_cuda else inputs[0].to(norm.weight.dtype)
 
 
 def load_policy(
     model_config: Mapping[str, Any], dtype: torch.dtype, with_adapters: bool = True, reads: bool = True
 ) -> PolicyModel:
-    """The policy that `actor_rollout_ref.model` describes, on CPU. with_adapters: false leaves out the
-    block's LoRA adapters, for a model that is not trained. reads: false leaves the weights in the folder,
-    where they can be read in parts (`unread`).
+    """Load the policy that `actor_rollout_ref.model` describes, on CPU.
+
+    Args:
+        model_config: the `model` block.
+        dtype: the dtype of the weights.
+        with_adapters: whether to add the LoRA adapters of the block. False is for a model that is not
+            trained.
+        reads: False leaves the weights in the folder, where each process can read its part of them
+            (`unread`).
+
+    Raises:
+        ValueError: the folder or the model does not fit.
     """
     model, adapters, unread = _load(model_config, AutoModelForCausalLM, dtype, with_adapters, reads)
     text_config = model.config.get_text_config()
@@ -254,15 +293,19 @@ def load_policy(
 
 
 def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype, reads: bool = True) -> ValueModel:
-    """The critic that `critic.model` describes: the folder's backbone with a new head, on CPU. reads: as
-    above.
+    """Load the critic that `critic.model` describes, on CPU: the folder's backbone with a new head.
+
+    The arguments are those of `load_policy`.
     """
     return ValueModel(*_load(model_config, AutoModel, dtype, reads=reads))
 
 
 def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
-    """The model's configuration with `override_config` on top; clear errors for a bad folder or key. Imports
-    `external_lib` first: it may be what registers the configuration's class.
+    """Return the model's configuration with `override_config` applied.
+
+    `external_lib` is imported first, because it may register the configuration's class.
+
+    Raises ValueError for a bad folder or key.
     """
     if model_config.get("external_lib"):
         importlib.import_module(model_config["external_lib"])
@@ -284,7 +327,10 @@ def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def check_heads(model_config: Mapping[str, Any], num_sharing: int) -> None:
-    """Raises ValueError if so many processes can't share the model's attention heads."""
+    """Check that `num_sharing` processes can share the model's attention heads.
+
+    Raises ValueError if their number does not divide that of the heads.
+    """
     if num_sharing == 1:
         return
     num_heads = load_hf_config(model_config).get_text_config().num_attention_heads
@@ -297,7 +343,10 @@ def check_heads(model_config: Mapping[str, Any], num_sharing: int) -> None:
 
 
 def _source(model_config: Mapping[str, Any]) -> str:
-    """The local folder, or the name on the Hugging Face hub, that `model.path` stands for."""
+    """Return the local folder, or the name on the Hugging Face hub, that `model.path` stands for.
+
+    Raises ValueError if the path is not set, or is a folder that is missing or has no config.json.
+    """
     path = model_config.get("path")
     if not path:
         raise ValueError(
@@ -315,11 +364,11 @@ def _source(model_config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules that are made inside of the block have no memory; buffers are as always."""
+    """Create parameters without memory inside the block; buffers are created as usual."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is there already is being tied
+        if parameter is not None and not parameter.is_meta:  # one on meta already is being tied
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(self, name, parameter)
 
@@ -332,14 +381,16 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside of the block parameters on "meta" are a number on the CPU each: what PEFT puts beside a matrix,
-    and draws at random, goes to the matrix's device.
+    """Replace parameters on "meta" by a single number on the CPU each, inside the block.
+
+    PEFT draws tensors at random, and puts each on the device of the matrix that it stands beside. With the
+    stand-ins this device is the CPU.
     """
     slots = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
     for module, name, parameter in slots:
         if parameter is not None and parameter.is_meta:
-            one = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-            module._parameters[name] = nn.Parameter(one, parameter.requires_grad)
+            stand_in = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            module._parameters[name] = nn.Parameter(stand_in, parameter.requires_grad)
     yield
     for module, name, parameter in slots:
         if parameter is not None and parameter.is_meta:
@@ -350,8 +401,10 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 def _empty(
     auto_class: Any, config: PretrainedConfig, folder: Path, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Unread] | None:
-    """The model with weights that are unread. None: the files have other names or shapes than the model, or
-    there are more files than the model's.
+    """Create the model with weights that are unread.
+
+    Return None if the files have other names or shapes than the model, or if there are more files than the
+    model's.
     """
     index = folder / "model.safetensors.index.json"
     files = {"model.safetensors"}
@@ -366,11 +419,11 @@ def _empty(
     if any(name in shapes for name, _ in model.named_buffers()):
         return None
     for name, parameter in model.named_parameters():
-        both = name, f"{model.base_model_prefix}.{name}"  # a backbone's, in the folder of a policy
-        found = [each for each in both if shapes.get(each) == tuple(parameter.shape)]
-        if not found:
+        candidates = name, f"{model.base_model_prefix}.{name}"  # the second one: in a policy's folder
+        matches = [candidate for candidate in candidates if shapes.get(candidate) == tuple(parameter.shape)]
+        if not matches:
             return None
-        names[name] = found[0]
+        names[name] = matches[0]
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, Unread(folder, names)
@@ -386,17 +439,17 @@ def _load(
     config = load_hf_config(model_config)
     source = _source(model_config)
     folder = Path(source)
-    in_parts = any(folder.glob("*.safetensors")) if folder.is_dir() else False
-    if folder.is_dir() and not in_parts and not any(folder.glob("*.bin")):
+    has_safetensors = any(folder.glob("*.safetensors")) if folder.is_dir() else False
+    if folder.is_dir() and not has_safetensors and not any(folder.glob("*.bin")):
         raise ValueError(f"Model folder {source} has no weights; expected *.safetensors beside config.json.")
     options = {
         "dtype": dtype,
         "attn_implementation": PACKED_ATTENTION,
         "trust_remote_code": model_config.get("trust_remote_code", False),
     }
-    empty = None if reads or not in_parts else _empty(auto_class, config, folder, options)
+    empty = None if reads or not has_safetensors else _empty(auto_class, config, folder, options)
     model, unread = empty or (_whole(auto_class, config, source, options), None)
-    for module in model.modules():  # chance must not enter the probability of a token
+    for module in model.modules():  # chance must not influence a token's probability
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if model_config.get("enable_gradient_checkpointing"):
@@ -411,11 +464,12 @@ def _load(
 
 
 def set_forward(layer: Any, function: Callable[..., torch.Tensor]) -> None:
-    """Lets a layer compute by `function`, with gradient checkpointing around it where that is on.
+    """Let a layer compute by `function`, with gradient checkpointing around it where that is on.
 
-    Transformers has its own around the layer or inside its forward, depending on its version; it is switched
-    off. Nothing is random in a layer, so checkpoints keep no state of generators. Hooks at each saved tensor
-    cost the host milliseconds, so only an input without a gradient takes that way.
+    Transformers has its own checkpointing around the layer or inside its forward, depending on its version.
+    It is switched off. Nothing is random in a layer, so checkpoints keep no state of generators.
+    Non-reentrant checkpoints put a hook on each saved tensor, which costs the host milliseconds, so only a
+    layer whose inputs need no gradient uses them.
     """
     checkpoints = getattr(layer, "gradient_checkpointing", False)
     layer.gradient_checkpointing = False
@@ -433,7 +487,10 @@ def set_forward(layer: Any, function: Callable[..., torch.Tensor]) -> None:
 def _whole(
     auto_class: Any, config: PretrainedConfig, source: str, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """The model with its weights. ValueError: they are not those of the configuration."""
+    """Load the model with its weights.
+
+    Raises ValueError if they are not the weights of the configuration.
+    """
     model, report = auto_class.from_pretrained(source, config=config, output_loading_info=True, **options)
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])

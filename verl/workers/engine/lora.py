@@ -31,22 +31,25 @@ if TYPE_CHECKING:
 ADAPTER = "default"  # PEFT's name for the one adapter
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PEFT_PREFIX = "base_model.model."  # of names in PEFT's files
+_PEFT_PREFIX = "base_model.model."  # begins the names in PEFT's files
 
 
 def wants_adapters(model_config: Mapping[str, Any]) -> bool:
-    """Whether the model block asks for LoRA: by a rank, or by an adapter to go on from."""
+    """Return whether the `model` block asks for LoRA, by a rank or by an adapter to resume from."""
     return bool(model_config.get("lora_rank")) or model_config.get("lora_adapter_path") is not None
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one, gathered by all ranks together; a plain one as it is."""
+    """Return the full tensor of a sharded one, gathered by all ranks together, or a plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Adapters:
-    """The adapters of one model. config: PEFT's, of them. layers: Hugging Face name of an adapted module
-    (`model.layers.0.mlp.up_proj`) -> PEFT's layer.
+    """The adapters of one model.
+
+    Attributes:
+        config: PEFT's configuration of the adapters.
+        layers: Hugging Face name of an adapted module (`model.layers.0.mlp.up_proj`) -> PEFT's layer.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig):
@@ -58,7 +61,10 @@ class Adapters:
         }
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Name (`<module>.lora_A.weight`, `<module>.lora_B.weight`) -> trained tensor, sharded or not."""
+        """Return the trained tensors, sharded or not, by name.
+
+        The names are `<module>.lora_A.weight` and `<module>.lora_B.weight`.
+        """
         return {
             f"{name}.{kind}.weight": layer.get_parameter(f"{kind}.{ADAPTER}.weight")
             for name, layer in self.layers.items()
@@ -67,8 +73,8 @@ class Adapters:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Inside of the block the model is its base."""
-        # PEFT's own enable_adapters also takes the gradients from the adapters, which sharding would notice.
+        """Make the model its base inside the block."""
+        # PEFT's own enable_adapters also takes the gradients from the adapters, which sharding notices.
         for layer in self.layers.values():
             layer._disable_adapters = True
         try:
@@ -78,12 +84,17 @@ class Adapters:
                 layer._disable_adapters = False
 
     def merged(self, name: str, base: Tensor) -> Tensor:
-        """W + (alpha / r) B A of the module `name`, a new tensor in the dtype of base, its whole W [out, in],
-        computed in float32. All ranks together.
+        """Return W + (alpha / r) B A of a module as a new tensor in the dtype of `base`.
+
+        The sum is computed in float32. All ranks call it together.
+
+        Args:
+            name: the module's name.
+            base: its whole W [out, in].
         """
         layer = self.layers[name]
         a, b = (
-            whole(layer.get_parameter(f"{part}.{ADAPTER}.weight").detach()) for part in ("lora_A", "lora_B")
+            whole(layer.get_parameter(f"{kind}.{ADAPTER}.weight").detach()) for kind in ("lora_A", "lora_B")
         )
         return torch.addmm(base.float(), b, a, alpha=layer.scaling[ADAPTER]).to(base.dtype)
 
@@ -91,9 +102,10 @@ class Adapters:
 def plain_parameters(
     model: PreTrainedModel, adapters: Adapters | None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of each parameter, tied ones once; adapters are merged into copies,
-    others are cast to `dtype` before they are gathered. All ranks go through it together. Tensors that need
-    no merging, casting and gathering are the model's own.
+    """Yield (Hugging Face name, whole tensor) of each parameter, tied ones once.
+
+    Adapters are merged into copies. Other tensors are cast to `dtype` before they are gathered. All ranks
+    iterate together. Tensors that need no merging, casting or gathering are the model's own.
     """
     for name, parameter in model.named_parameters():
         if adapters is not None and (".lora_A." in name or ".lora_B." in name):
@@ -112,8 +124,11 @@ def plain_parameters(
 
 
 def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
-    """PEFT's configuration: that of the folder `lora_adapter_path`, else from lora_rank and the like.
-    ValueError: PEFT is missing, the folder holds no adapter, or its rank is another than lora_rank.
+    """Return PEFT's configuration: that of the folder `lora_adapter_path`, or one made from lora_rank etc.
+
+    Raises:
+        ValueError: PEFT is missing, the folder holds no plain LoRA adapter, or its rank differs from
+            lora_rank.
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError(
@@ -143,21 +158,23 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
             f"{folder}: the adapter was made with init_lora_weights={config.init_lora_weights}, which "
             "changes the base model; expected a plain LoRA adapter."
         )
-    # chance must not enter a token's probability
     config.inference_mode = False
-    config.lora_dropout = 0.0
+    config.lora_dropout = 0.0  # chance must not influence a token's probability
     return config
 
 
 def _module_names(value: Any) -> Any:
-    """As PEFT takes them: "all-linear", a list of names, or a regular expression of whole paths."""
+    """Return the names as PEFT takes them: "all-linear", a list, or a regular expression of whole paths."""
     if isinstance(value, str) and not value.isidentifier():
         return value
     return [value] if isinstance(value, str) else list(value)
 
 
 def check_adapter_folder(key: str, folder: Path) -> None:
-    """Raises ValueError if `folder`, the value of `key`, is not the PEFT folder of a LoRA adapter."""
+    """Check that `folder`, the value of `key`, is the PEFT folder of a LoRA adapter.
+
+    Raises ValueError if it is not.
+    """
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
     if missing:
         raise ValueError(
@@ -173,9 +190,17 @@ def check_adapter_folder(key: str, folder: Path) -> None:
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str) -> Adapters:
-    """Puts adapters beside the matrices that `config` names, B = 0, and freezes everything else. A is drawn
-    with a fixed seed, so that it is the same in every process and run. ValueError: no such modules (in the
-    model from `source`), or not plain LoRA on linear layers.
+    """Put adapters beside the matrices that `config` names, and freeze everything else.
+
+    B starts as 0. A is drawn with a fixed seed, so that it is the same in every process and run.
+
+    Args:
+        model: the model.
+        config: PEFT's configuration of the adapters.
+        source: the name of the model's folder, for error messages and for PEFT's configuration.
+
+    Raises:
+        ValueError: the model has no such modules, or the adapters are not plain LoRA on linear layers.
     """
     from peft import inject_adapter_in_model
 
@@ -196,16 +221,19 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str) -> Ada
 
 
 def load_adapter(adapters: Adapters, path: str | Path) -> None:
-    """Fills A and B from a PEFT folder; ValueError where its tensors are not those of `adapters`."""
+    """Fill A and B from a PEFT folder.
+
+    Raises ValueError if its file can't be read, or has other tensors than `adapters`.
+    """
     file = Path(path).expanduser() / WEIGHTS_FILE
     try:
         saved = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
     except SafetensorError as error:
         raise ValueError(f"{file} can't be read ({error}).") from error
-    own = adapters.parameters()
-    wrong = sorted(own.keys() ^ saved.keys()) or [
+    parameters = adapters.parameters()
+    wrong = sorted(parameters.keys() ^ saved.keys()) or [
         f"{name} {list(saved[name].shape)} for {list(p.shape)}"
-        for name, p in own.items()
+        for name, p in parameters.items()
         if saved[name].shape != p.shape
     ]
     if wrong:
@@ -214,12 +242,12 @@ def load_adapter(adapters: Adapters, path: str | Path) -> None:
             f"({', '.join(wrong[:3])}, ...); expected an adapter of this base model."
         )
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(saved[name])
 
 
 def save_adapter(adapters: Adapters, folder: Path, writes: bool) -> None:
-    """Writes a PEFT folder, by the rank that `writes`; all ranks gather together."""
+    """Write a PEFT folder from the rank where `writes` is True; all ranks gather the tensors together."""
     tensors = {
         f"{_PEFT_PREFIX}{name}": whole(p.detach()).cpu().contiguous()
         for name, p in adapters.parameters().items()

@@ -3,8 +3,8 @@
     engine.snapshot(folder) --background--> copy (to CPU memory) --> write (files)
                   training: generation, log-probs, ... | step() waits for the copy, not for the files
 
-The weights stand still from a step's end until the next update, so that nothing is copied by the thread that
-trains; and nothing is copied at all where a checkpoint is written at once.
+The weights do not change between a step's end and the next update, so the thread that trains copies nothing.
+If a checkpoint is written at once, nothing is copied at all.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 def nothing() -> None:
-    """What a snapshot of which everything is on disk has left to write."""
+    """Do nothing, for a snapshot that has nothing to copy or to write."""
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written; says why."""
+    """The error of a checkpoint that could not be written; its message says why."""
 
 
 class Snapshot:
-    """The state of something on its way to disk. copy: takes a copy of what may change, so that it may (None:
-    there is nothing to copy). write: writes the files; without `copy` before it, the state of then.
+    """A state on its way to disk.
+
+    Args:
+        copy: copies the part of the state that may change, so that it may change afterwards. None means that
+            there is nothing to copy.
+        write: writes the files. Without `copy` before it, it writes the state at the time of the call.
     """
 
     def __init__(self, copy: Callable[[], None] | None = None, write: Callable[[], None] = nothing):
@@ -59,7 +63,7 @@ class Snapshot:
             self._is_taken.set()
 
     def wait_until_taken(self) -> None:
-        """Returns when the state may change."""
+        """Wait until the state may change."""
         self._is_taken.wait()
 
 
@@ -71,22 +75,26 @@ class BackgroundWriter:
         self._written: Future[None] | None = None
 
     def write(self, snapshots: Sequence[Snapshot], folder: Path, background: bool) -> None:
-        """Writes what makes up the checkpoint in `folder`, in this order, and forces it to the disk: before
-        it returns or, in the background, later (see `is_done`); all snapshots are copied first then. The
-        checkpoint before it must have ended. CheckpointFailed: it could not be written (not in the
-        background).
+        """Write the snapshots of the checkpoint in `folder`, in this order, and force them to the disk.
+
+        With `background` a thread does it later, and copies all snapshots before it writes (see `is_done`).
+        Otherwise the checkpoint is on disk when the method returns. The previous checkpoint must have ended.
+
+        Raises CheckpointFailed if the checkpoint could not be written, unless it is written in the
+        background.
         """
         assert self._written is None or self._written.done()
-        all_of_it = [*snapshots, Snapshot(write=partial(sync_tree, folder))]
+        all_snapshots = [*snapshots, Snapshot(write=partial(sync_tree, folder))]
         if background:
-            self._written = self._thread.submit(_write, all_of_it, copies=True)
+            self._written = self._thread.submit(_write, all_snapshots, copies=True)
         else:
             self._written = None
-            _write(all_of_it, copies=False)
+            _write(all_snapshots, copies=False)
 
     def is_done(self, wait: bool) -> bool:
-        """Whether nothing is being written (any more). CheckpointFailed: the last one could not be written;
-        asked again it answers the same.
+        """Return whether nothing is being written (any more). With `wait`, wait for the end first.
+
+        Raises CheckpointFailed if the last checkpoint could not be written, also when it is called again.
         """
         if self._written is None:
             return True
@@ -96,7 +104,7 @@ class BackgroundWriter:
         return True
 
     def close(self) -> None:
-        """Lets what is being written end."""
+        """Wait until the checkpoint that is being written is complete."""
         self._thread.shutdown(wait=True)
 
 
@@ -107,13 +115,13 @@ def _write(snapshots: Sequence[Snapshot], copies: bool) -> None:
             snapshot.copy()
         for snapshot in snapshots:
             snapshot.write()
-    except (Exception, CheckpointException) as error:  # whatever it is, the run must hear of it
+    except (Exception, CheckpointException) as error:  # whatever the error is, the run must learn of it
         logger.exception("a checkpoint could not be written")
         raise CheckpointFailed(_reason(error)) from error
 
 
 def _reason(error: BaseException) -> str:
-    """In a line; of several ranks' errors the first rank's."""
+    """Return the reason in one line; of several ranks' errors, that of the first rank."""
     if isinstance(error, CheckpointException) and error.failures:
         rank = min(error.failures)
         return f"rank {rank}: {_reason(error.failures[rank][0])}"
@@ -121,9 +129,10 @@ def _reason(error: BaseException) -> str:
 
 
 def copied_to_cpu(state: object) -> object:
-    """Nested dictionaries with a copy in CPU memory of each tensor; sharded ones stay sharded alike.
+    """Return nested dictionaries with a copy in CPU memory of each tensor.
 
-    Other threads go on meanwhile, which `torch.distributed.checkpoint`'s own staging does not let them.
+    Sharded tensors stay sharded alike. Other threads continue meanwhile, which
+    `torch.distributed.checkpoint`'s own staging does not allow.
     """
     if isinstance(state, dict):
         return {key: copied_to_cpu(value) for key, value in state.items()}
