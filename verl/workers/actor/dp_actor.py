@@ -175,10 +175,10 @@ class PolicyObjective:
         return Share(loss, {name: figure.detach() for name, figure in metrics.items()})
 
     def _selected(self, select: SelectFn) -> Tensor:
-        """Return the tokens that the loss chooses out of the mini-batch's rows of all ranks, [N, R] bool on
-        CPU.
+        """Return the tokens that the loss chooses, [N, R] bool on CPU.
 
-        Every rank chooses with the same seed. Ranks with fewer or narrower rows fill them up.
+        They are chosen out of the mini-batch's rows of all ranks, with the same seed on every rank. Ranks
+        with fewer or narrower rows fill them up.
         """
         batch = self.batch
         rows = self.mini_batch.rows

@@ -48,8 +48,9 @@ class DataParallelPPOCritic:
         return infer_rows(tensors_of(data), range(len(data)), self.engine, self.limits, {})[0]
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
-        """Update the critic from values and returns [N, R] as the actor is updated; return metrics
-        `critic/*`.
+        """Update the critic from values and returns [N, R], and return metrics `critic/*`.
+
+        The update is made as the actor's is.
         """
         batch = tensors_of(data, ("values", "returns"))
         return self.loop.run(data, batch, lambda mini: ValueObjective(self.config, self.engine, batch, mini))

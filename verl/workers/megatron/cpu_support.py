@@ -1,10 +1,10 @@
-"""Megatron-core on a CPU: what it asks of `torch.cuda` is answered for the CPU, in its own modules alone.
+"""Megatron-core on a CPU: its questions to `torch.cuda` are answered for the CPU, in its own modules alone.
 
-Megatron makes its buffers with `device="cuda"` or `torch.cuda.current_device()`, keeps CUDA's random state
-and waits for streams. `install` gives its modules another `torch` to look at: the same names, but factories
-make CPU tensors, the current device is the CPU, streams do nothing, and "CUDA's" random state is a generator
-of its own. No other code sees a difference. Two questions go to tensors themselves (`.type()`, `.cuda()`);
-`cuda_names` answers these, while a block lasts. Nothing of this happens in a process that trains on CUDA.
+Megatron creates its buffers with `device="cuda"` or `torch.cuda.current_device()`, keeps CUDA's random state
+and waits for streams. `install` gives its modules another `torch`. It has the same names, but factories make
+CPU tensors, the current device is the CPU, streams do nothing, and "CUDA's" random state is a generator of
+its own. No other code sees a difference. Two questions go to tensors themselves (`.type()`, `.cuda()`).
+`cuda_names` answers these while a block lasts. In a process that trains on CUDA none of this happens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like",
 
 
 def install(device: torch.device) -> None:
-    """Makes Megatron work on the CPU in this process, if `device` is one. May be called again: modules
-    that were imported since are then served as well.
+    """Make Megatron work on the CPU in this process, if `device` is a CPU.
+
+    You may call it again. It then also covers modules that were imported since.
     """
     if device.type != "cpu":
         return
@@ -51,17 +52,18 @@ def install(device: torch.device) -> None:
 
 @contextmanager
 def cuda_names(device: torch.device) -> Iterator[None]:
-    """While the block lasts, CPU tensors tell their type as CUDA tensors would, and `.cuda()` gives the
-    tensor itself, if `device` is a CPU. For the making of models and of Megatron's optimizers, and for
-    the latter's steps.
+    """Answer for CPU tensors as CUDA tensors would while the block lasts, if `device` is a CPU.
+
+    CPU tensors give their type as CUDA tensors do, and `.cuda()` returns the tensor itself. Use it to create
+    models and Megatron's optimizers, and for the optimizers' steps.
     """
     if device.type != "cpu":
         yield
         return
-    kept = Tensor.type, Tensor.cuda
+    originals = Tensor.type, Tensor.cuda
 
     def type_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = kept[0](tensor, *args, **kwargs)
+        answer = originals[0](tensor, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     Tensor.type = type_of  # type: ignore[method-assign, assignment]
@@ -69,12 +71,12 @@ def cuda_names(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        Tensor.type, Tensor.cuda = kept  # type: ignore[method-assign]
+        Tensor.type, Tensor.cuda = originals  # type: ignore[method-assign]
 
 
 @cache
 def _torch() -> ModuleType:
-    """A module with all that torch has, but for what is asked of CUDA."""
+    """Return a module with everything that torch has, with CPU answers to the questions about CUDA."""
     stand_in = _copy_of(torch)
     stand_in.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in FACTORIES}, cuda=_cuda())
     return stand_in

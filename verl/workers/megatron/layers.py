@@ -3,9 +3,9 @@
     ModelShape, ParallelSizes --transformer_config--> TransformerConfig;  layer_spec --> a decoder layer
     q [t, 1, H, D], k and v [t, 1, G, D] --rotate, packed attention--> [t, 1, H x D]
 
-t tokens of this process, H query and G key heads of this tensor rank. `verl.utils.packed_attention` keeps
-sequences apart, shares beginnings, and with context parallelism exchanges tokens for heads (`Packing.share`).
-No kernel of Transformer Engine is needed.
+Legend: t tokens of this process, H query heads and G key heads of this tensor rank.
+`verl.utils.packed_attention` keeps sequences apart, shares beginnings, and with context parallelism exchanges
+tokens for heads (`Packing.share`). No kernel of Transformer Engine is needed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean x^2 + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467), in float32 inside.
+    """The norm x / sqrt(mean x^2 + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    Megatron's own falls back to torch's, which does not know sequence parallelism: there each tensor rank
-    norms tokens of its own, and the weight's gradient is summed over them.
+    It is computed in float32. Megatron's own norm falls back to torch's, which does not know sequence
+    parallelism. With sequence parallelism each tensor rank norms tokens of its own, and the weight's gradient
+    is summed over them.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
@@ -61,15 +62,20 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @cache
 def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As one kernel that rounds where single operations round."""
+    """Return the function as one kernel that rounds where single operations round."""
     return compiled(function, options={"emulate_precision_casts": True})
 
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """A micro-batch, as the layers see it. packing: where sequences lie; cos, sin [t, D]: rotary embedding.
+    """A micro-batch, as the layers see it.
 
-    `qkv_format` stays None: Megatron leaves layout and rotation to us then.
+    `qkv_format` stays None, so that Megatron leaves layout and rotation to this module.
+
+    Attributes:
+        packing: where the sequences lie.
+        cos: the rotary embedding's cosines, [t, D].
+        sin: the rotary embedding's sines, [t, D].
     """
 
     packing: Packing | None = None
@@ -78,13 +84,13 @@ class PackedTokens(PackedSeqParams):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [t, H, D]; cos, sin [t, D]."""
+    """Rotate x [t, H, D] by cos and sin [t, D]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 class PackedCoreAttention(nn.Module):
-    """What Megatron's `SelfAttention` calls between its projections."""
+    """The attention that Megatron's `SelfAttention` calls between its projections."""
 
     def __init__(self, config: TransformerConfig, **_: Any):
         super().__init__()
@@ -109,11 +115,18 @@ def transformer_config(
     recompute: bool,
     fuses: bool,
 ) -> TransformerConfig:
-    """Megatron's configuration of a model. Weights are read, not drawn; nothing is dropped at random; stages
-    send each other tensors of any length; gradients of micro-batches and of replicas are summed.
+    """Return Megatron's configuration of a model.
 
-    recompute: keep only each layer's input for the backward pass (gradient checkpointing). fuses: what lies
-    between two products is compiled, by Megatron and here.
+    Weights are read, not drawn, and nothing is dropped at random. Stages send each other tensors of any
+    length. Gradients of micro-batches and of replicas are summed.
+
+    Args:
+        shape: the model's sizes.
+        sizes: the sizes of the cut.
+        device: the device of parameters and computation.
+        dtype: the dtype of parameters and computation.
+        recompute: keep only each layer's input for the backward pass (gradient checkpointing).
+        fuses: compile the operations between two matrix products, both Megatron's and those of this module.
     """
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -141,12 +154,12 @@ def transformer_config(
         context_parallel_size=sizes.context,
         sequence_parallel=sizes.tensor > 1,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # there are no experts, but the default is at odds with it
+        moe_token_dispatcher_type="alltoall",  # no experts, but the default refuses variable lengths
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
         bias_activation_fusion=fuses,
         bias_dropout_fusion=fuses,
-        apply_rope_fusion=False,  # rotation and attention are our own
+        apply_rope_fusion=False,  # rotation and attention are those of this module
         masked_softmax_fusion=False,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
@@ -155,7 +168,7 @@ def transformer_config(
 
 
 def layer_spec(shape: ModelShape) -> ModuleSpec:
-    """A decoder layer: norm, attention, norm, gated feed-forward network."""
+    """Return the specification of a decoder layer: norm, attention, norm, gated feed-forward network."""
     qk_norm: Callable[..., nn.Module] = RMSNorm if shape.normed_qk else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,

@@ -1,12 +1,12 @@
 """The `Engine` over megatron-core: a model cut over processes, and replicas of it.
 
-    parts --Pipeline--> outputs, shares; gradients add up --ShardedAdamW--> the next weights
+    micro-batches --Pipeline--> outputs, shares; gradients add up --ShardedAdamW--> the next weights
     parameters or the optimizer's state --WeightMap--> Hugging Face's names: weight stream, checkpoints
 
-The processes of a replica work on the same micro-batches. What they compute with is of `precision.compute`;
-main weights and the optimizer's state are fp32 shards.
+The processes of a replica work on the same micro-batches. They compute with weights of `precision.compute`.
+Main weights and the optimizer's state are fp32 shards.
 
-A checkpoint is in the format of `verl.workers.engine.checkpoint`, so a run goes on over FSDP2 or
+A checkpoint is in the format of `verl.workers.engine.checkpoint`, so a run can resume over FSDP2 or
 megatron-core, on any number of processes:
 
     shards --gathered one tensor at a time--> (name, whole tensor) --each kept by one process--> <folder>/dcp
@@ -50,17 +50,21 @@ from verl.workers.megatron.schedule import Pipeline, as_outputs
 from verl.workers.megatron.storage import ParkedStorage
 from verl.workers.megatron.weights import Piece
 
-EMBEDDING = "model.model.embed_tokens.weight"  # in a checkpoint
+EMBEDDING = "model.model.embed_tokens.weight"  # the embedding's name in a checkpoint
 
 
 class MegatronEngine(Engine):
-    """Owns a process's stage of a policy or a value model.
+    """The engine of a process's stage of a policy or a value model.
 
-    built: in dtype precision.compute, on the device. model: the configuration's `model` block that it was
-    built from. fsdp_config: on CUDA `param_offload` and `optimizer_offload` keep them in CPU memory between
-    uses, the latter also frees the gradients' memory between updates. optim: the configuration's `optim`
-    block; None makes the engine frozen (a reference model). grad_clip: largest norm of the gradient over all
-    processes.
+    Args:
+        built: the process's part of the model, in dtype precision.compute, on the device.
+        model: the configuration's `model` block that it was built from.
+        precision: the dtypes of the stored weights and of the computation.
+        fsdp_config: on CUDA, `param_offload` and `optimizer_offload` keep the weights and the optimizer's
+            state in CPU memory between uses. The latter also frees the gradients' memory between updates.
+        device: the device of this process.
+        optim: the configuration's `optim` block. With None the engine is frozen (a reference model).
+        grad_clip: the largest norm of the gradient over all processes.
     """
 
     adapters = None
@@ -90,13 +94,14 @@ class MegatronEngine(Engine):
             self.optimizer = ShardedAdamW(built, optim, grad_clip, device)
             self.scheduler = build_scheduler(self.optimizer.inner, optim)
             trained = self.optimizer.model
-            if precision.compute != torch.float32:  # from the folder: the parameters are rounded
+            # the parameters are rounded, so the main weights are read from the folder again
+            if precision.compute != torch.float32:
                 read = initial_weights(model, built)
                 for parameter in built.weights.here:
                     local = built.weights.local(parameter, read).to(device)
                     self.optimizer.put(built.parameter(parameter.name), "param", local)
         self._pipeline = Pipeline(trained, built.config, num_outputs=3 if built.weights.has_head else 1)
-        self._writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
+        self._writing_group: dist.ProcessGroup | None = None  # for the threads that write snapshots
         self._set_offloads(fsdp_config)
 
     # ------------------------------------------------------------------------------------------ computing
@@ -109,9 +114,9 @@ class MegatronEngine(Engine):
             for micro_batch in micro_batches:
                 yield micro_batch, as_outputs(self.built.stage(micro_batch, **options))
             return
-        listed = list(micro_batches)  # stages work on several at a time
-        if listed:
-            yield from zip(listed, self._pipeline.forward(listed, options), strict=True)
+        micro_batch_list = list(micro_batches)  # stages work on several at a time
+        if micro_batch_list:
+            yield from zip(micro_batch_list, self._pipeline.forward(micro_batch_list, options), strict=True)
 
     def forward_backward(
         self, micro_batches: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **options: Any
@@ -143,8 +148,8 @@ class MegatronEngine(Engine):
         on_cuda = self.device.type == "cuda"
         optimizer = self.optimizer
         self.offloads_params = on_cuda and bool(fsdp_config["param_offload"])
-        self._parameters: list[ParkedStorage] = []  # needed for every pass
-        self._update_state: list[ParkedStorage] = []  # needed for updates besides
+        self._parameters: list[ParkedStorage] = []  # memory that every pass needs
+        self._update_state: list[ParkedStorage] = []  # memory that only updates need
         if self.offloads_params:
             self._parameters.append(
                 ParkedStorage(self.built.stage.parameters())
@@ -153,7 +158,7 @@ class MegatronEngine(Engine):
             )
         if on_cuda and optimizer is not None and fsdp_config["optimizer_offload"]:
             self._update_state += [optimizer.state_storage(), optimizer.gradient_storage()]
-        self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
+        self._params_needed = self._optimizer_needed = 0  # number of open blocks of `loaded` that need them
         self._park()
 
     @contextmanager
@@ -172,7 +177,7 @@ class MegatronEngine(Engine):
             self._park()
 
     def _park(self) -> None:
-        """Gives back what no open block needs."""
+        """Give back the memory that no open block needs."""
         unneeded = [] if self._params_needed else list(self._parameters)
         unneeded += [] if self._optimizer_needed else self._update_state
         for storage in unneeded:
@@ -183,8 +188,9 @@ class MegatronEngine(Engine):
     # ------------------------------------------------------------------------------------------- weights
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.weights`, by itself in the dtype of the computation; whole parameters are given
-        themselves.
+        """Yield whole tensors as `Engine.weights` does, by default in the dtype of the computation.
+
+        A parameter that a process holds whole is yielded itself, not as a copy.
         """
         dtype = self.precision.compute if dtype is None else dtype
 
@@ -194,8 +200,11 @@ class MegatronEngine(Engine):
         yield from self.built.weights.whole_tensors(local, dtype, self.device)
 
     def whole_tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor in fp32) of the main weights ("param") or of AdamW's averages
-        ("exp_avg", "exp_avg_sq"), in the order of `weights`. A frozen engine has its parameters alone.
+        """Yield (Hugging Face name, whole tensor in fp32) in the order of `weights`.
+
+        Args:
+            kind: "param" for the main weights, "exp_avg" or "exp_avg_sq" for AdamW's averages. A frozen
+                engine has only its parameters.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -210,7 +219,7 @@ class MegatronEngine(Engine):
 
     def copy_weights(self, source: Engine) -> None:
         assert isinstance(source, MegatronEngine)
-        with source.loaded(optimizer=True):  # main weights are of its state
+        with source.loaded(optimizer=True):  # main weights belong to the optimizer's state
             self._take(source.whole_tensors("param"))
 
     def save_weights(self, folder: Path) -> None:
@@ -223,7 +232,7 @@ class MegatronEngine(Engine):
 
     @torch.no_grad()
     def _take(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """Sets a frozen engine's parameters from whole tensors in the order of `weights`."""
+        """Set a frozen engine's parameters from whole tensors in the order of `weights`."""
         assert self.optimizer is None
         with self.loaded():
             for name, local in self._local_tensors(stream):
@@ -232,7 +241,10 @@ class MegatronEngine(Engine):
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def snapshot(self, path: str | Path) -> Snapshot:
-        """Each process has its share of the tensors in CPU memory by now."""
+        """Return a snapshot that writes this process's share of the tensors.
+
+        The share is in CPU memory when the method returns.
+        """
         assert self.optimizer is not None and self.scheduler is not None
         if self._writing_group is None:
             self._writing_group = dist.new_group(backend="gloo")
@@ -286,44 +298,53 @@ class MegatronEngine(Engine):
         return Snapshot(write=partial(write_hf_folder, model, names, Path(path), tokenizer, base, saved))
 
     def _saved_name(self, name: str) -> str:
-        """What a checkpoint calls a parameter: `TrainEngine`'s module has a policy's model as `model`."""
+        """Return a parameter's name in a checkpoint.
+
+        A checkpoint has the names of `TrainEngine`'s module, which has a policy's model as `model`.
+        """
         return f"model.{name}" if self.built.weights.has_head else name
 
     def _saved_names(self, saved: str) -> list[str]:
-        """A saved name, and the other one under which a checkpoint has the weights of a tied embedding."""
+        """Return a saved name and, for a tied embedding, its other name in a checkpoint."""
         is_tied = self.built.weights.has_head and self.built.shape.tied
         return [saved, *(["model.lm_head.weight"] if is_tied and saved == EMBEDDING else [])]
 
     def _own_share(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor in CPU memory) of those that this process keeps in a checkpoint.
-        All processes go through it together.
+        """Yield (Hugging Face name, whole tensor in CPU memory) of the tensors that this process saves.
+
+        All processes iterate together.
         """
         for number, (name, whole) in enumerate(self.whole_tensors(kind)):
             if number % self.world_size == dist.get_rank():
                 yield name, whole.to("cpu", copy=True)
 
     def _read_whole(self, folder: Path, prefix: str = "", ending: str = "") -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor in fp32 on the device) of a folder of `save_tensors`, in the order
-        of `whole_tensors`. All processes go through it together; each tensor is read by one of them.
+        """Yield (Hugging Face name, whole tensor in fp32 on the device) of a folder of `save_tensors`.
+
+        The order is that of `whole_tensors`. All processes iterate together, and each tensor is read by one
+        of them.
         """
         names = {name: f"{prefix}{self._saved_name(name)}{ending}" for name in self.built.weights.shapes()}
         shapes = list(self.built.weights.shapes().items())
-        mine = {names[name]: torch.empty(shape) for name, shape in shapes[dist.get_rank() :: self.world_size]}
-        load_tensors(mine, folder)
+        tensors = {
+            names[name]: torch.empty(shape) for name, shape in shapes[dist.get_rank() :: self.world_size]
+        }
+        load_tensors(tensors, folder)
         for number, (name, shape) in enumerate(shapes):
-            own = mine.pop(names[name], None)
-            whole = torch.empty(shape, device=self.device) if own is None else own.to(self.device)
+            tensor = tensors.pop(names[name], None)
+            whole = torch.empty(shape, device=self.device) if tensor is None else tensor.to(self.device)
             dist.broadcast(whole, number % self.world_size)
             yield name, whole
 
     def _local_tensors(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """(parameter's name here, this process's tensor for it) of all that it has, from a stream of whole
-        tensors in the order of `whole_tensors`.
+        """Yield (parameter's name here, this process's tensor for it) of every parameter of the process.
+
+        `stream` gives whole tensors in the order of `whole_tensors`.
         """
         weights = self.built.weights
         pieces = dict[str, Tensor]()
         for parameter in weights.parameters:
-            if not parameter.copied:  # a copy comes right after what it is of
+            if not parameter.copied:  # a copy comes right after its original, and has the same pieces
                 pieces = {name: whole for _, (name, whole) in zip(parameter.pieces, stream, strict=False)}
             if parameter in weights.here:
                 yield parameter.name, weights.local(parameter, partial(_part_of, pieces))

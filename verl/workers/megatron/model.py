@@ -1,20 +1,21 @@
-"""Policies and critics on Megatron: a process's stage of one, and what comes out of it.
+"""Policies and critics on Megatron: a process's stage of a model, and the stage's outputs.
 
     Hugging Face folder --build_model--> BuiltModel(stage, weights)
     PackedMicroBatch --stage(pack, **options)--> hidden states for the next stage, or outputs of the last one
 
-Every stage is called with the same micro-batch; the first embeds its tokens, others take what Megatron's
-schedule gives them (`set_input_tensor`). With context parallelism each process takes its share of the tokens,
-with tensor parallelism each tensor rank keeps a part of those between its matrices; packs are padded so
-that they divide. The last stage's outputs are those of `verl.workers.engine.loading`, for all distinct loss
-tokens of the micro-batch and the same on each of its processes: (log_probs, entropy, sum_pi_squared) [U] of a
-policy, (values,) [U] of a critic.
+Every stage is called with the same micro-batch. The first stage embeds its tokens, the others take the hidden
+states that Megatron's schedule gives them (`set_input_tensor`). With context parallelism each process takes
+its share of the tokens. With tensor parallelism each tensor rank keeps a part of those between its matrices.
+Packs are padded so that they can be divided. The last stage's outputs are those of
+`verl.workers.engine.loading`, for all distinct loss tokens of the micro-batch, and the same on each of the
+stage's processes: (log_probs, entropy, sum_pi_squared) [U] of a policy, (values,) [U] of a critic.
 
-Gradients: a loss is computed by each process of the last stage from these outputs. What a process finds for
-a weight is to be summed over its context and data groups; weights with `sequence_parallel`, and those of
-the norms of queries and keys, over its tensor group as well. Megatron's `finalize_model_grads` does both,
-without a division: the configuration says `calculate_per_token_loss`, so the schedule's loss function returns
-(loss, torch.tensor(0), metrics), where 0 tokens mean that nothing is divided by them.
+Gradients: each process of the last stage computes a loss from these outputs. The gradient that a process
+finds for a weight must be summed over its context and data groups. For weights with `sequence_parallel`, and
+for those of the norms of queries and keys, it must be summed over the tensor group as well. Megatron's
+`finalize_model_grads` does both, without a division. The configuration says `calculate_per_token_loss`, so
+the schedule's loss function returns (loss, torch.tensor(0), metrics), where 0 tokens mean that nothing is
+divided by them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from verl.workers.megatron.weights import Piece, Read, WeightMap, read_folder
 class _Stage(GPTModel):
     """Some consecutive layers of a decoder, with the embedding if they are the first.
 
-    keeps_head: the last stage has Megatron's output matrix, tied to the embedding if the model's is.
+    With `keeps_head` the last stage has Megatron's output matrix, which is tied to the embedding if the
+    model's is.
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, rotary: nn.Module, keeps_head: bool):
@@ -61,31 +63,30 @@ class _Stage(GPTModel):
             config=config,
             transformer_layer_spec=layers,
             vocab_size=shape.padded_vocabulary(config.tensor_model_parallel_size),
-            max_sequence_length=0,  # positions have no table here
+            max_sequence_length=0,  # there is no table of positions
             pre_process=mpu.is_pipeline_first_stage(),
             post_process=mpu.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=shape.tied and keeps_head,
             position_embedding_type="none",
         )
-        # Hugging Face's: (cos, sin), each [1, t, D]
         self.shape = shape
-        self.rotary = rotary
+        self.rotary = rotary  # Hugging Face's module, which returns (cos, sin), each [1, t, D]
 
     def _hidden_states(self, pack: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
-        """[t, 1, D] after this stage's layers, t tokens of this process and tensor rank."""
-        own = pack if sharded is None else sharded.own
-        like = torch.empty((), dtype=self.config.params_dtype, device=own.position_ids.device)
-        cos, sin = self.rotary(like, own.position_ids)
-        embedded = self.embedding(own.input_ids, own.position_ids) if self.pre_process else None
+        """Return [t, 1, D] after this stage's layers, for the t tokens of this process and tensor rank."""
+        local_pack = pack if sharded is None else sharded.own
+        like = torch.empty((), dtype=self.config.params_dtype, device=local_pack.position_ids.device)
+        cos, sin = self.rotary(like, local_pack.position_ids)
+        embedded = self.embedding(local_pack.input_ids, local_pack.position_ids) if self.pre_process else None
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=PackedTokens(packing=own.packing, cos=cos[0], sin=sin[0]),
+            packed_seq_params=PackedTokens(packing=local_pack.packing, cos=cos[0], sin=sin[0]),
         )
         return hidden
 
     def _shared(self, pack: PackedMicroBatch) -> tuple[PackedMicroBatch, ShardedMicroBatch | None]:
-        """The micro-batch, padded so that it can be cut, and this process's share of its context."""
+        """Return the micro-batch, padded so that it can be cut, and this process's share of its context."""
         pack = padded(pack, self.config.tensor_model_parallel_size * self.config.context_parallel_size)
         if self.config.context_parallel_size == 1:
             return pack, None
@@ -102,23 +103,24 @@ class PolicyStage(_Stage):
         with_entropy: bool,
         with_sum_pi_squared: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [t, 1, D]; of the last stage (log_probs, entropy, sum_pi_squared), all [U] float32,
-        one for each distinct loss token; see `linear_log_prob`.
+        """Return the hidden states [t, 1, D] or, in the last stage, (log_probs, entropy, sum_pi_squared).
+
+        These are [U] float32 each, with one number for each distinct loss token; see `linear_log_prob`.
         """
         pack, sharded = self._shared(micro_batch)
         hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
-        own = pack if sharded is None else sharded.own
+        local_pack = pack if sharded is None else sharded.own
         group = mpu.get_tensor_model_parallel_group()
         hidden = gather_from_sequence_parallel_region(hidden)
-        rows = hidden[:, 0].index_select(0, own.predicted_from)
+        rows = hidden[:, 0].index_select(0, local_pack.predicted_from)
         weight = self.output_layer.weight
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
         options = temperature, with_entropy, with_sum_pi_squared
         size = self.shape.vocabulary
-        outputs = linear_log_prob(rows, weight, own.labels, *options, group=group, vocabulary=size)
+        outputs = linear_log_prob(rows, weight, local_pack.labels, *options, group=group, vocabulary=size)
         log_probs, entropy, sum_pi_squared = outputs if sharded is None else sharded.gather(outputs)
         return log_probs, entropy, sum_pi_squared
 
@@ -136,26 +138,33 @@ class ValueStage(_Stage):
             )
 
     def forward(self, micro_batch: PackedMicroBatch) -> Tensor | tuple[Tensor, ...]:
-        """Hidden states [t, 1, D]; of the last stage (values,), [U] float32, one for each distinct loss
-        token.
+        """Return the hidden states [t, 1, D] or, in the last stage, (values,).
+
+        The values are [U] float32, one for each distinct loss token.
         """
         pack, sharded = self._shared(micro_batch)
         hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
-        own = pack if sharded is None else sharded.own
-        # every tensor rank computes all values: each its own gradient
+        local_pack = pack if sharded is None else sharded.own
+        # every tensor rank computes all values, and each its own gradient
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        rows = hidden[:, 0].index_select(0, own.predicted_from)
+        rows = hidden[:, 0].index_select(0, local_pack.predicted_from)
         values = self.value_head(rows).squeeze(-1).float()
         return (values,) if sharded is None else sharded.gather([values])
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What a process has of a model. stage: its layers. weights: the whole model's parameters and their
-    names; it speaks of the stage's `named_parameters()`. config: Megatron's; an engine may set its own hooks
-    in it. shape, hugging_face: the model's sizes and config.json.
+    """The part of a model that a process has.
+
+    Attributes:
+        stage: this process's layers.
+        weights: the parameters of the whole model and their names. It refers to the stage's
+            `named_parameters()`.
+        config: Megatron's configuration. An engine may set its own hooks in it.
+        shape: the model's sizes.
+        hugging_face: the model's config.json.
     """
 
     stage: PolicyStage | ValueStage
@@ -165,7 +174,7 @@ class BuiltModel:
     hugging_face: PretrainedConfig
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter, as `WeightMap` asks for it."""
+        """Return the parameter that `WeightMap` asks for by its name."""
         return self.stage.get_parameter(name)
 
 
@@ -180,13 +189,21 @@ def build_model(
     dtype: torch.dtype,
     is_policy: bool = True,
 ) -> BuiltModel:
-    """This process's part of the model that an `actor_rollout_ref.model` or `critic.model` block describes,
-    filled from its folder: each process reads its own slices. All processes call it together; the groups are
-    made if they are not there yet (`parallel_state.initialize`).
+    """Build this process's part of a model, filled from the model's folder.
 
-    device, dtype: of parameters and computation. is_policy: a `PolicyStage`, else a `ValueStage`, whose head
-    is the same for every run and cut. ValueError: the folder, the architecture, a setting of it or a size
-    does not fit; nothing was read.
+    Each process reads its own slices. All processes call the function together. The groups are created if
+    they do not exist yet (`parallel_state.initialize`).
+
+    Args:
+        model_config: an `actor_rollout_ref.model` or `critic.model` block.
+        sizes: the sizes of the cut.
+        device: the device of parameters and computation.
+        dtype: the dtype of parameters and computation.
+        is_policy: True for a `PolicyStage`. False for a `ValueStage`, whose head is the same for every run
+            and cut.
+
+    Raises:
+        ValueError: the folder, the architecture, a setting of it or a size does not fit. Nothing was read.
     """
     if wants_adapters(model_config):
         raise ValueError(
@@ -198,14 +215,15 @@ def build_model(
     parallel_state.initialize(sizes, device)
     recompute = bool(model_config.get("enable_gradient_checkpointing"))
     weights = WeightMap(shape, sizes, has_head=is_policy)
-    fuses = _fuses(device, sum(math.prod(each) for each in weights.shapes().values()))
+    fuses = _fuses(device, sum(math.prod(dims) for dims in weights.shapes().values()))
     config = transformer_config(shape, sizes, device, dtype, recompute, fuses)
-    kind: Any = PolicyStage if is_policy else ValueStage
+    stage_class: Any = PolicyStage if is_policy else ValueStage
     rotary: Any = LlamaRotaryEmbedding  # the same in Qwen2 and Qwen3
     with cpu_support.cuda_names(device):
-        stage = kind(config, shape, rotary(hugging_face), keeps_head=is_policy)
+        stage = stage_class(config, shape, rotary(hugging_face), keeps_head=is_policy)
     built = BuiltModel(stage.to(device), weights, config, shape, hugging_face)
-    # Megatron marks what is cut over tensor ranks, for its gradient norm, when it draws initial weights.
+    # Megatron's gradient norm needs a mark on parameters that are cut over tensor ranks. Megatron sets the
+    # mark when it draws initial weights, which it does not do here.
     for parameter in weights.here:
         tensor = built.parameter(parameter.name)
         cut = parameter.pieces[0].cut
@@ -216,9 +234,12 @@ def build_model(
 
 
 def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
-    """Reads what a model begins with, in the dtypes of its folder: for `WeightMap.fill` and `local`."""
+    """Return a function that reads the weights that a model begins with.
+
+    It reads them in the dtypes of the model's folder, for `WeightMap.fill` and `local`.
+    """
     folder = Path(model_config["path"]).expanduser()
-    if not folder.is_dir():  # one of the hub's, from its cache or fetched
+    if not folder.is_dir():  # a model of the hub, taken from its cache or downloaded
         folder = Path(snapshot_download(str(folder), allow_patterns=["*.safetensors*", "*.json"]))
     in_folder = read_folder(folder)
     value_head: dict[str, Tensor] = {}
@@ -233,25 +254,26 @@ def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
 
 
 def padded(pack: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
-    """The micro-batch with so many tokens that `multiple` divides them: a sequence of its own at the end,
-    which nobody attends to and which predicts nothing.
+    """Return the micro-batch with so many tokens that `multiple` divides their number.
+
+    The padding is a sequence of its own at the end, to which no token attends and which predicts nothing.
     """
     num_tokens = pack.input_ids.shape[1]
-    missing = -num_tokens % multiple
-    if not missing:
+    num_padding = -num_tokens % multiple
+    if not num_padding:
         return pack
-    zeros = pack.input_ids.new_zeros(1, missing)
+    zeros = pack.input_ids.new_zeros(1, num_padding)
     packing = pack.packing
     key_index = packing.key_index
     if key_index is not None:
-        own = torch.arange(num_tokens, num_tokens + missing, device=key_index.device)
-        key_index = torch.cat([key_index, own])
-    longer = type(packing).of(
-        [*packing.seq_lens, missing], zeros.device, [*packing.key_lens, missing], key_index
+        padding_index = torch.arange(num_tokens, num_tokens + num_padding, device=key_index.device)
+        key_index = torch.cat([key_index, padding_index])
+    longer_packing = type(packing).of(
+        [*packing.seq_lens, num_padding], zeros.device, [*packing.key_lens, num_padding], key_index
     )
     return replace(
         pack,
         input_ids=torch.cat([pack.input_ids, zeros], dim=1),
         position_ids=torch.cat([pack.position_ids, zeros], dim=1),
-        packing=longer,
+        packing=longer_packing,
     )

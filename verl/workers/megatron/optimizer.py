@@ -4,7 +4,7 @@
     that hold the same parameters --step--> each updates its shard of them in fp32; they exchange weights
 
 A shard is a range of a parameter's elements. AdamW, its settings and its arithmetic are those of `optim.py`:
-every parameter decays, main weights are fp32 whatever the model computes in.
+every parameter decays, and main weights are fp32 whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -26,22 +26,28 @@ from verl.workers.megatron import cpu_support
 from verl.workers.megatron.model import BuiltModel
 from verl.workers.megatron.storage import ParkedStorage
 
-KINDS = ("param", "exp_avg", "exp_avg_sq")  # what there is of each parameter, in fp32: weights and averages
+KINDS = ("param", "exp_avg", "exp_avg_sq")  # tensors of each parameter in fp32: the weights and two averages
 
 
 class ShardedAdamW:
-    """Trains the parameters of a process's stage.
+    """The optimizer of the parameters of a process's stage.
 
-    built: the stage; its parameters move into memory of Megatron's. optim: the configuration's `optim` block.
-    grad_clip: largest norm of the gradient. model: the stage, wrapped so that gradients add up; Megatron's
-    schedule takes this. inner: torch's optimizer of this process's shards, for a schedule of the learning
-    rate.
+    Args:
+        built: the stage. Its parameters move into memory of Megatron's.
+        optim: the configuration's `optim` block.
+        grad_clip: the largest norm of the gradient.
+        device: the device of this process.
+
+    Attributes:
+        model: the stage, wrapped so that gradients add up. Megatron's schedule takes it.
+        inner: torch's optimizer of this process's shards, for a schedule of the learning rate.
     """
 
     def __init__(self, built: BuiltModel, optim: Mapping[str, Any], grad_clip: float, device: torch.device):
         self.device = device
         self.grad_clip = grad_clip
-        self._group = mpu.get_data_parallel_group(with_context_parallel=True)  # of the same parameters
+        # the processes that hold the same parameters
+        self._group = mpu.get_data_parallel_group(with_context_parallel=True)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True
         )
@@ -50,11 +56,12 @@ class ShardedAdamW:
             self.model: Any = DistributedDataParallel(built.config, settings, built.stage)
             self._optimizer = self._sharded(built)
         built.config.no_sync_func = self.model.no_sync  # gradients are summed in the last micro-batch
-        self._optimizer.tp_group = mpu.get_tensor_model_parallel_group()  # knows copies on tensor ranks by it
+        # by this group the optimizer recognises copies on tensor ranks
+        self._optimizer.tp_group = mpu.get_tensor_model_parallel_group()
         for shard in self._shards():
             self.inner.state[shard] = adamw_state(shard)
 
-    @torch.no_grad()  # shards of fp32 weights are views of them, and are to be leaves
+    @torch.no_grad()  # shards of fp32 weights are views of them, and must be leaves
     def _sharded(self, built: BuiltModel) -> DistributedOptimizer:
         return DistributedOptimizer(
             self.inner,
@@ -91,14 +98,17 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, discard: bool) -> tuple[float, bool]:
-        """As `Engine.step`; the gradients are those of `model`, summed over processes already."""
+        """Make a step as `Engine.step` does, with the gradients of `model`.
+
+        They are already summed over processes.
+        """
         with cpu_support.cuda_names(self.device):
-            self._optimizer.prepare_grads()  # each shard's part of the summed gradients
+            self._optimizer.prepare_grads()  # gives each shard its part of the summed gradients
             norm = float(get_grad_norm_fp32(self._optimizer.get_main_grads_for_grad_norm()))
             applied = norm < float("inf") and not discard  # false for NaN too
             if applied:
                 gradients = [shard.grad for shard in self._shards() if shard.grad is not None]
-                if norm > self.grad_clip and gradients:  # one may have no shard of anything
+                if norm > self.grad_clip and gradients:  # a process may have no shards
                     torch._foreach_mul_(gradients, self.grad_clip / (norm + 1e-6))
                 self._optimizer.step_with_ready_grads()
             self._optimizer.zero_grad(set_to_none=True)
@@ -109,8 +119,9 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def whole(self, parameter: Tensor, kind: str) -> Tensor:
-        """One of KINDS of a model's parameter, of its shape, gathered from those who hold the same
-        parameters: they call it together.
+        """Return one of KINDS of a model's parameter, in the parameter's shape.
+
+        It is gathered from the processes that hold the same parameters, which call it together.
         """
         gathered = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.device)
         shard = self._shard_of(parameter, kind)
@@ -122,7 +133,10 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def put(self, parameter: Tensor, kind: str, value: Tensor) -> None:
-        """Sets what `whole` gives; each process takes its shard, and of weights the model's own copy too."""
+        """Set what `whole` returns.
+
+        Each process takes its shard. If the tensor is the weights, it also updates the model's own copy.
+        """
         shard = self._shard_of(parameter, kind)
         if shard is not None:
             shard[1].copy_(value.reshape(-1)[shard[0]])
@@ -130,12 +144,16 @@ class ShardedAdamW:
             parameter.copy_(value)
 
     def put_num_steps(self, count: int) -> None:
-        """Optimizer steps made so far."""
+        """Set the number of optimizer steps made so far."""
         for shard in self._shards():
             self.inner.state[shard]["step"].fill_(count)
 
     def _shard_of(self, parameter: Tensor, kind: str) -> tuple[slice, Tensor] | None:
-        """(which of the parameter's elements this process updates, one of KINDS of them); None: none."""
+        """Return the shard of a parameter that this process updates, or None if it updates nothing of it.
+
+        Returns:
+            (the range of the parameter's elements, one of KINDS of these elements).
+        """
         if parameter not in self._optimizer.model_param_gbuf_map:
             return None
         elements = self._optimizer._get_model_param_range_map(parameter)["param"]
@@ -145,15 +163,18 @@ class ShardedAdamW:
     # ---------------------------------------------------------------------------------------------- memory
 
     def parameter_storage(self) -> ParkedStorage:
-        """The memory of the model's parameters."""
+        """Return the memory of the model's parameters."""
         return ParkedStorage(buffer.param_data for buffer in self.model.buffers)
 
     def gradient_storage(self) -> ParkedStorage:
-        """The memory of the gradients, which are zeros between optimizer steps."""
+        """Return the memory of the gradients, which are zeros between optimizer steps."""
         return ParkedStorage((buffer.grad_data for buffer in self.model.buffers), keeps=False)
 
     def state_storage(self) -> ParkedStorage:
-        """The memory of the optimizer's state, fp32 main weights included where they are no parameters."""
+        """Return the memory of the optimizer's state.
+
+        It includes the fp32 main weights where they are not the parameters themselves.
+        """
         main = (shard for group in self._optimizer.shard_fp32_from_float16_groups for shard in group)
         averages = (self.inner.state[s][kind] for s in self._shards() for kind in ("exp_avg", "exp_avg_sq"))
         return ParkedStorage([*main, *averages])

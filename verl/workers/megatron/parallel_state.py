@@ -1,10 +1,10 @@
-"""Which process holds which part of a model: tensor, context, data and pipeline groups.
+"""The groups of processes that hold parts of a model: tensor, context, data and pipeline groups.
 
     torch.distributed's ranks --initialize(sizes)--> Megatron's groups, one set per process
 
-Megatron's groups are global in a process, so actor, reference and critic of one process have the same sizes:
-the first to come makes the groups, others take them, and other sizes are refused. Neighbouring ranks are
-those of a tensor group, then of a context group, then of data, then of the pipeline.
+Megatron's groups are global in a process, so the actor, the reference and the critic of one process have the
+same sizes. The first of them creates the groups, and the others use them. Other sizes are refused.
+Neighbouring ranks are those of a tensor group, then of a context group, then of data, then of the pipeline.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _made: ParallelSizes | None = None
 
 
 def initialize(sizes: ParallelSizes, device: torch.device) -> None:
-    """Makes the groups, once in a process; all processes call it together, torch.distributed being up.
+    """Create the groups, once in a process.
 
-    Raises ValueError if the processes can't be dealt out, or if the groups were made with other sizes.
+    All processes call it together, after torch.distributed is initialised.
+
+    Raises ValueError if the processes can't be divided so, or if the groups were created with other sizes.
     """
     global _made
     if _made is not None:
@@ -42,19 +44,22 @@ def initialize(sizes: ParallelSizes, device: torch.device) -> None:
         context_parallel_size=sizes.context,
         create_gloo_process_groups=False,
     )
-    initialize_rng_tracker(inference_rng_tracker=True)  # without states: no layer here draws at random
+    initialize_rng_tracker(inference_rng_tracker=True)  # without states, because no layer draws at random
     _made = sizes
 
 
 def destroy() -> None:
-    """Forgets the groups, so that the process may make others."""
+    """Forget the groups, so that the process may create others."""
     global _made
     mpu.destroy_model_parallel()
     _made = None
 
 
 def data_position() -> DataPosition:
-    """Of this process. Of each replica the first rank of its last pipeline stage leads."""
+    """Return this process's replica, and whether the process leads it.
+
+    The leader of a replica is the first rank of its last pipeline stage.
+    """
     leads = (
         mpu.get_tensor_model_parallel_rank() == 0
         and mpu.get_context_parallel_rank() == 0

@@ -1,9 +1,9 @@
 """Micro-batches through the stages of a pipeline, by Megatron's schedules (one stage is a pipeline too).
 
-    parts --forward--> outputs                 parts --forward_backward(share_of)--> shares
+    micro-batches --forward--> outputs       micro-batches --forward_backward(share_of)--> shares
 
-Both are had on every stage. Only the last one has outputs: it sends them to the others, which know the
-micro-batches and so compute the same metrics from them; nothing else has to travel.
+Every stage gets both. Only the last stage has outputs, and it sends them to the others. These know the
+micro-batches and so compute the same metrics from them, so that nothing else has to be sent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from verl.workers.engine.base import Outputs, Share, ShareOf
 
 
 class Pipeline:
-    """Runs micro-batches through all stages of a replica. model: this process's stage. config: Megatron's.
-    num_outputs: tensors per micro-batch that the last stage gives.
+    """The stages of a replica, through which micro-batches run.
+
+    Args:
+        model: this process's stage.
+        config: Megatron's configuration.
+        num_outputs: how many tensors the last stage gives per micro-batch.
     """
 
     def __init__(self, model: nn.Module, config: TransformerConfig, num_outputs: int):
@@ -40,7 +44,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[PackedMicroBatch], options: Mapping[str, Any]) -> list[Outputs]:
-        """The outputs of each micro-batch, the same on every process of the replica."""
+        """Return the outputs of each micro-batch, the same on every process of the replica."""
 
         def step(iterator: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, None]:
             return model(next(iterator), **options), None
@@ -51,15 +55,15 @@ class Pipeline:
     def forward_backward(
         self, micro_batches: Sequence[PackedMicroBatch], share_of: ShareOf, options: Mapping[str, Any]
     ) -> list[Share]:
-        """Adds the gradients of all micro-batches' losses, and gives their shares without gradient."""
+        """Add the gradients of all micro-batches' losses, and return their shares without gradient."""
         collected: list[Outputs] = []
 
         def loss(micro_batch: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, Share]:
             outputs = as_outputs(result)
-            none = torch.zeros((), dtype=torch.int)  # no number of tokens to divide by
+            no_tokens = torch.zeros((), dtype=torch.int)  # 0: the loss is not divided by a number of tokens
             collected.append(tuple(output.detach() for output in outputs))
             share = share_of(micro_batch, outputs)
-            return share.loss, none, share.detach()
+            return share.loss, no_tokens, share.detach()
 
         def step(iterator: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, Any]:
             micro_batch = next(iterator)
@@ -78,40 +82,43 @@ class Pipeline:
     def _schedule(
         self, step: Any, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
     ) -> list[Any]:
-        """What the last stage's loss function (or its model, if there is none) gave, in order."""
+        """Return the results of the last stage's loss function, in order.
+
+        If there is no loss function, they are the results of the last stage's model.
+        """
         results: list[Any] = self._run(
             forward_step_func=step,
             data_iterator=iter(micro_batches),
             model=self.model,
             num_microbatches=len(micro_batches),
             seq_length=self.config.tensor_model_parallel_size
-            * self.config.context_parallel_size,  # any length
+            * self.config.context_parallel_size,  # micro-batches may have any length
             micro_batch_size=1,
             forward_only=forward_only,
         )
         return results
 
     def _spread(self, micro_batches: Sequence[PackedMicroBatch], outputs: list[Outputs]) -> list[Outputs]:
-        """The last stage's outputs, on every stage."""
+        """Return the last stage's outputs on every stage."""
         if self.num_stages == 1:
             return outputs
         sizes = [len(micro_batch.labels) for micro_batch in micro_batches]
         if self._is_last:
-            flat = torch.cat([torch.cat(of_part).float() for of_part in outputs])
+            flat = torch.cat([torch.cat(tensors).float() for tensors in outputs])
         else:
             flat = torch.empty(self.num_outputs * sum(sizes), device=micro_batches[0].labels.device)
         group = mpu.get_pipeline_model_parallel_group()
-        if len(flat):  # else no micro-batch has a loss token
+        if len(flat):  # it is empty if no micro-batch has a loss token
             dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=group)
-        by_part = flat.split([self.num_outputs * size for size in sizes])
-        return [tuple(x.view(self.num_outputs, n)) for x, n in zip(by_part, sizes, strict=True)]
+        chunks = flat.split([self.num_outputs * size for size in sizes])
+        return [tuple(x.view(self.num_outputs, n)) for x, n in zip(chunks, sizes, strict=True)]
 
 
 def as_outputs(result: Any) -> Outputs:
-    """What the last stage gives, as `Outputs`."""
+    """Return the last stage's result as `Outputs`."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _finalize(models: list[nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Sums gradients over those who hold the same parameters, or copies of them; nothing is divided."""
+    """Sum gradients over the processes that hold the same parameters, or copies; nothing is divided."""
     finalize_model_grads(models, None, **options)

@@ -1,7 +1,9 @@
-"""What a model on Megatron is made of, and how it is cut; refused here if it can't be, before anything is
-read. Imports nothing of Megatron.
+"""The sizes of a model on Megatron, and of its cut.
 
     config.json --ModelShape.of--> sizes of the model    ParallelSizes: sizes of the cut
+
+A model that can't be built or cut is refused here, before anything is read. This module imports nothing of
+Megatron.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that don't d
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Processes that share one replica: tensor x pipeline x context of them."""
+    """The sizes of a replica, which takes tensor x pipeline x context processes."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -24,7 +26,7 @@ class ParallelSizes:
 
     @property
     def replica(self) -> int:
-        """Processes of one replica of the model."""
+        """Return the number of processes of one replica of the model."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -35,7 +37,10 @@ class ParallelSizes:
         )
 
     def check(self, world_size: int) -> None:
-        """Raises ValueError unless so many processes can be dealt out."""
+        """Check that so many processes can be divided into replicas.
+
+        Raises ValueError if they can't.
+        """
         if min(self.tensor, self.pipeline, self.context) < 1:
             raise ValueError(f"Parallel sizes: found {self.words}, expected each to be at least 1.")
         if world_size % self.replica:
@@ -48,8 +53,9 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder of the Llama family, with tied embeddings or not, biased q, k, v or not (Qwen2),
-    normed queries and keys or not (Qwen3).
+    """The sizes of a decoder of the Llama family.
+
+    Embeddings may be tied. q, k and v may be biased (Qwen2), and queries and keys may be normed (Qwen3).
     """
 
     num_layers: int
@@ -66,17 +72,20 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelShape:
-        """Raises ValueError for an architecture, or a setting of one, that is not built here."""
+        """Read the sizes from a model's configuration.
+
+        Raises ValueError for an architecture, or a setting of one, that is not supported here.
+        """
         kind = config.model_type
         if kind not in ARCHITECTURES:
             raise ValueError(
                 f"strategy=megatron: found model_type {kind!r}, expected one of {', '.join(ARCHITECTURES)} "
                 "(Qwen2, Qwen2.5, Qwen3 and Llama 3); use strategy=fsdp for others."
             )
-        for setting, found, expected in _settings(config):
-            if found != expected:
+        for setting, value, expected in _settings(config):
+            if value != expected:
                 raise ValueError(
-                    f"strategy=megatron: found {setting}={found!r} in the model's config.json, expected "
+                    f"strategy=megatron: found {setting}={value!r} in the model's config.json, expected "
                     f"{expected!r}; use strategy=fsdp for this model."
                 )
         rope_type = config.rope_parameters.get("rope_type", "default")
@@ -101,22 +110,25 @@ class ModelShape:
         )
 
     def padded_vocabulary(self, tensor: int) -> int:
-        """Rows of the embedding, with those of zeros that are added so that `tensor` divides."""
+        """Return the number of rows of the embedding, padded with rows of zeros so that `tensor` divides it."""
         return -(-self.vocabulary // tensor) * tensor
 
     def check(self, sizes: ParallelSizes) -> None:
-        """Raises ValueError unless the model can be cut so."""
-        heads_here = self.num_heads // sizes.tensor
-        for what, count, size, key in (
+        """Check that the model can be cut into these sizes.
+
+        Raises ValueError if it can't.
+        """
+        heads_per_rank = self.num_heads // sizes.tensor
+        for things, count, size, key in (
             ("attention heads", self.num_heads, sizes.tensor, "tensor_model_parallel_size"),
             ("key and value heads", self.num_key_heads, sizes.tensor, "tensor_model_parallel_size"),
             ("feed-forward columns", self.feed_forward, sizes.tensor, "tensor_model_parallel_size"),
-            ("attention heads on each tensor rank", heads_here, sizes.context, "context_parallel_size"),
+            ("attention heads on each tensor rank", heads_per_rank, sizes.context, "context_parallel_size"),
             ("layers", self.num_layers, sizes.pipeline, "pipeline_model_parallel_size"),
         ):
             if count % size:
                 raise ValueError(
-                    f"The model has {count} {what}, which {key}={size} does not divide; expected a divisor."
+                    f"The model has {count} {things}, which {key}={size} does not divide; expected a divisor."
                 )
         if (sizes.tensor - 1) * (self.padded_vocabulary(sizes.tensor) // sizes.tensor) >= self.vocabulary:
             raise ValueError(
@@ -126,7 +138,7 @@ class ModelShape:
 
 
 def _settings(config: PretrainedConfig) -> list[tuple[str, object, object]]:
-    """(name, value found, the only value that is built here) of what these architectures may vary in."""
+    """Return (name, value in the model, the only supported value) of the settings that may vary."""
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     return [
         ("hidden_act", config.hidden_act, "silu"),

@@ -9,9 +9,13 @@ from torch import Tensor
 
 
 class ParkedStorage:
-    """The memory behind some tensors: here, or away (in CPU memory, or nowhere). tensors: any views; of each
-    memory that they lie in the whole is meant. keeps: whether what is in it is wanted again; else it is zeros
-    after `bring`.
+    """The memory behind some tensors, which is on the device or parked.
+
+    Parked memory is in CPU memory, or nowhere.
+
+    Args:
+        tensors: any views. Each memory that they lie in is parked as a whole.
+        keeps: whether the contents are kept. If not, the memory has zeros after `bring`.
     """
 
     def __init__(self, tensors: Iterable[Tensor], keeps: bool = True):
@@ -23,7 +27,7 @@ class ParkedStorage:
         self.is_here = True
 
     def give_back(self) -> None:
-        """Frees the memory. Until `bring`, nobody may look into the tensors."""
+        """Free the memory. Until `bring`, no code may read the tensors."""
         if not self.is_here:
             return
         for storage in self._storages:
@@ -33,7 +37,7 @@ class ParkedStorage:
         self.is_here = False
 
     def bring(self) -> None:
-        """Takes memory again, and fills it with what was there."""
+        """Allocate the memory again, and fill it with its former contents."""
         if self.is_here:
             return
         for number, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):

@@ -4,9 +4,9 @@
     parameters (or tensors like them) --whole_tensors--> (Hugging Face name, whole tensor), one at a time
 
 A `WeightMap` says for each parameter of Megatron which tensors of Hugging Face are in it and how they are
-cut: q, k and v lie in one matrix, a key head after the query heads that belong to it; gate and up in another.
-Nothing is computed, so both ways are exact. It serves every tensor of a parameter's shape: gradients and the
-optimizer's averages as well.
+cut. q, k and v lie in one matrix, with a key head after the query heads that belong to it. gate and up lie in
+another matrix. Nothing is computed, so both ways are exact. A `WeightMap` serves every tensor of a
+parameter's shape, so also gradients and the optimizer's averages.
 """
 
 from __future__ import annotations
@@ -26,19 +26,28 @@ from torch import Tensor
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 LocalTensors = Callable[[str], Tensor]
-"""A parameter's name in Megatron -> this process's tensor for that parameter, of the parameter's shape."""
+"""Maps a parameter's name in Megatron to this process's tensor for it, of the parameter's shape."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of Hugging Face. shape: whole; cut: dimension that is dealt out to tensor ranks, or None."""
+    """A tensor of Hugging Face.
+
+    Attributes:
+        name: its name.
+        shape: the shape of the whole tensor.
+        cut: the dimension that is divided over tensor ranks, or None.
+    """
 
     name: str
     shape: tuple[int, ...]
     cut: int | None = None
 
     def region(self, rank: int, size: int) -> tuple[slice, ...]:
-        """Which part tensor rank `rank` of `size` has. Where `size` does not divide, the last has less."""
+        """Return the region of the tensor that tensor rank `rank` of `size` has.
+
+        If `size` does not divide the dimension, the last rank has less.
+        """
         index = [slice(None)] * len(self.shape)
         if self.cut is not None:
             count = self.local(size)[self.cut]
@@ -46,21 +55,28 @@ class Piece:
         return tuple(index)
 
     def local(self, size: int) -> tuple[int, ...]:
-        """Shape of a rank's part, padded where `size` does not divide."""
+        """Return the shape of a rank's part, padded where `size` does not divide."""
         return tuple(-(-n // size) if dim == self.cut else n for dim, n in enumerate(self.shape))
 
 
 Read = Callable[[Piece, tuple[slice, ...]], Tensor]
-"""(tensor of Hugging Face, which part of it) -> that part."""
+"""Maps (a tensor of Hugging Face, a region of it) to the contents of that region."""
 
 
 @dataclass(frozen=True)
 class MegatronParameter:
-    """One parameter of Megatron. stage: the pipeline rank that has it; name: there.
+    """One parameter of Megatron.
 
-    pieces: the tensors that it is made of, along dimension 0 in `groups` groups on each rank: first group of
-    the first, first group of the second, ..., second group of the first, ... copied: it is the last stage's
-    copy of the embedding, which has no name of its own.
+    The pieces lie along dimension 0 in `groups` groups on each rank: first group of the first piece, first
+    group of the second, ..., second group of the first, ...
+
+    Attributes:
+        stage: the pipeline rank that has the parameter.
+        name: the parameter's name in that stage.
+        pieces: the tensors that the parameter is made of.
+        groups: the number of groups.
+        copied: whether it is the last stage's copy of the embedding, which has no Hugging Face name of its
+            own.
     """
 
     stage: int
@@ -70,28 +86,34 @@ class MegatronParameter:
     copied: bool = False
 
     def fuse(self, parts: list[Tensor]) -> Tensor:
-        """A rank's parts of the pieces -> its tensor."""
+        """Return a rank's tensor, from its parts of the pieces."""
         if len(parts) == 1:
             return parts[0]
         rest = parts[0].shape[1:]
         return torch.cat([x.reshape(self.groups, -1, *rest) for x in parts], dim=1).reshape(-1, *rest)
 
     def unfuse(self, tensor: Tensor, size: int) -> list[Tensor]:
-        """A rank's tensor -> its parts of the pieces. size: number of tensor ranks."""
+        """Return a rank's parts of the pieces, from its tensor; `size` is the number of tensor ranks."""
         if len(self.pieces) == 1:
             return [tensor]
         rest = tensor.shape[1:]
         counts = [piece.local(size)[0] // self.groups for piece in self.pieces]
         split = tensor.view(self.groups, -1, *rest).split(counts, dim=1)
-        return [region.reshape(-1, *rest) for region in split]
+        return [part.reshape(-1, *rest) for part in split]
 
 
 class WeightMap:
     """The parameters of a model, in Hugging Face's order, and where each lies.
 
-    has_head: a policy, whose output matrix is `lm_head.weight` (unless tied); else a value model, whose
-    scalar head is `value_head.weight` and `value_head.bias`. parameters: of all processes. here: of this one
-    (copies too).
+    Args:
+        shape: the model's sizes.
+        sizes: the sizes of the cut.
+        has_head: True for a policy, whose output matrix is `lm_head.weight` (unless tied). False for a value
+            model, whose scalar head is `value_head.weight` and `value_head.bias`.
+
+    Attributes:
+        parameters: the parameters of all processes.
+        here: the parameters of this process, including copies.
     """
 
     def __init__(self, shape: ModelShape, sizes: ParallelSizes, has_head: bool):
@@ -104,11 +126,19 @@ class WeightMap:
         self.here = [parameter for parameter in self.parameters if parameter.stage == stage]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of the whole tensor, in the order of `whole_tensors`."""
-        return {p.name: p.shape for owner in self.parameters if not owner.copied for p in owner.pieces}
+        """Return Hugging Face name -> shape of the whole tensor, in the order of `whole_tensors`."""
+        return {
+            piece.name: piece.shape
+            for parameter in self.parameters
+            if not parameter.copied
+            for piece in parameter.pieces
+        }
 
     def local(self, parameter: MegatronParameter, read: Read) -> Tensor:
-        """This tensor rank's tensor of a parameter, from whole tensors or files of them; padding is 0."""
+        """Return this tensor rank's tensor of a parameter, made from whole tensors or files of them.
+
+        Padding is 0.
+        """
         rank = mpu.get_tensor_model_parallel_rank()
         size = self.sizes.tensor
         parts = []
@@ -123,7 +153,7 @@ class WeightMap:
 
     @torch.no_grad()
     def fill(self, tensors: LocalTensors, read: Read) -> None:
-        """Copies into this process's tensors what `read` gives; dtypes and devices may differ."""
+        """Copy the result of `read` into this process's tensors; dtypes and devices may differ."""
         for parameter in self.here:
             tensors(parameter.name).copy_(self.local(parameter, read))
 
@@ -131,28 +161,33 @@ class WeightMap:
     def whole_tensors(
         self, tensors: LocalTensors, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of everything, in a fixed order; tied embeddings once.
+        """Yield (Hugging Face name, whole tensor) of everything, in a fixed order; tied embeddings come once.
 
-        All processes of a replica go through it together, and each gets every tensor; one is gathered at a
-        time. dtype, device: of the tensors that `tensors` gives.
+        All processes of a replica iterate together, and each gets every tensor. One tensor is gathered at a
+        time.
+
+        Args:
+            tensors: gives this process's tensor for each parameter.
+            dtype: the dtype of the tensors that `tensors` gives.
+            device: the device of the tensors that `tensors` gives.
         """
         stage = mpu.get_pipeline_model_parallel_rank()
         for parameter in self.parameters:
             if parameter.copied:
                 continue
-            mine: list[Tensor] | None = None
+            own_parts: list[Tensor] | None = None
             if parameter.stage == stage:
                 tensor = tensors(parameter.name).detach()
-                mine = parameter.unfuse(tensor, self.sizes.tensor)
+                own_parts = parameter.unfuse(tensor, self.sizes.tensor)
             for number, piece in enumerate(parameter.pieces):
-                if mine is None:
+                if own_parts is None:
                     region = torch.empty(piece.local(self.sizes.tensor), dtype=dtype, device=device)
                 else:
-                    region = mine[number].contiguous()
+                    region = own_parts[number].contiguous()
                 yield piece.name, self._gather(piece, region, parameter.stage)
 
     def _gather(self, piece: Piece, region: Tensor, stage: int) -> Tensor:
-        """The whole tensor, from this rank's part of it on pipeline rank `stage`."""
+        """Return the whole tensor, from this rank's part of it on pipeline rank `stage`."""
         if self.sizes.pipeline > 1:
             pipeline = mpu.get_pipeline_model_parallel_group()
             dist.broadcast(region, dist.get_global_rank(pipeline, stage), group=pipeline)
@@ -177,7 +212,7 @@ class WeightMap:
                 yield MegatronParameter(stage, f"decoder.layers.{number}.{name}", tuple(pieces), groups)
 
     def _layer(self, prefix: str) -> Iterator[tuple[str, list[Piece], int]]:
-        """(Megatron's name within the layer, pieces, groups) of a layer's parameters."""
+        """Yield (Megatron's name within the layer, pieces, groups) of a layer's parameters."""
         shape = self.shape
         hidden = self.shape.hidden
         widths = {
@@ -226,9 +261,10 @@ class WeightMap:
 
 
 def read_folder(folder: str | Path) -> Read:
-    """Reads parts of tensors from a Hugging Face folder's safetensors files.
+    """Return a function that reads parts of tensors from a Hugging Face folder's safetensors files.
 
-    Raises ValueError if there are none. What is given raises ValueError for a tensor that is not there.
+    Raises ValueError if there are no such files. The returned function raises ValueError for a tensor that is
+    missing or has another shape.
     """
     root = Path(folder)
     index = root / "model.safetensors.index.json"
@@ -245,7 +281,7 @@ def read_folder(folder: str | Path) -> Read:
     opened: dict[str, Any] = {}
 
     def read(piece: Piece, region: tuple[slice, ...]) -> Tensor:
-        # a folder of a backbone alone has names without the first word
+        # the folder of a backbone alone has names without the prefix "model."
         name = piece.name if piece.name in files else piece.name.removeprefix("model.")
         if name not in files:
             raise ValueError(
@@ -253,13 +289,13 @@ def read_folder(folder: str | Path) -> Read:
             )
         if files[name] not in opened:
             opened[files[name]] = safe_open(root / files[name], "pt")
-        found = opened[files[name]].get_slice(name)
-        if tuple(found.get_shape()) != piece.shape:
+        stored = opened[files[name]].get_slice(name)
+        if tuple(stored.get_shape()) != piece.shape:
             raise ValueError(
-                f"Model folder {root}: found {name!r} of shape {tuple(found.get_shape())}, but config.json "
+                f"Model folder {root}: found {name!r} of shape {tuple(stored.get_shape())}, but config.json "
                 f"with override_config says {piece.shape}."
             )
-        tensor: Tensor = found[region]
+        tensor: Tensor = stored[region]
         return tensor
 
     return read
