@@ -276,7 +276,8 @@ class ActorRolloutRefWorker(TrainingWorker):
 
         Args:
             num_rows: the trajectories of this process and of the processes that share its model.
-            taken: see `EngineRequest`. On CUDA, None means the memory that is in use now.
+            taken: the bytes of the GPU that training holds, as in `EngineRequest`. On CUDA, None means the
+                bytes that are in use now.
 
         Raises:
             ValueError: the worker has no agent_factory, or one of the reasons of `build_engine` applies.
@@ -314,11 +315,12 @@ class ActorRolloutRefWorker(TrainingWorker):
         """Give the policy's present weights to the rollout engine. Call it after an update.
 
         The engine is then awake until `generate_sequences` or `save_checkpoint` puts it to sleep. Nothing
-        happens if the engine already has these weights, or does not exist yet: a new engine takes its weights
+        happens if the engine already has these weights, or does not exist yet. A new engine takes its weights
         at its first generation.
 
-        Otherwise `generate_sequences` syncs on demand. With `param_offload` and colocated rollouts it always
-        does, so that the engine holds no device memory before it generates.
+        If nobody calls this method after an update, `generate_sequences` syncs on demand. With
+        `param_offload` and colocated rollouts the method leaves it to `generate_sequences`, so that the
+        engine holds no device memory before it generates.
         """
         if self.config.rollout.placement == "apart" or not self.engine.offloads_params:
             self._bring_weights()

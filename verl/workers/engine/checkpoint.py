@@ -201,11 +201,11 @@ def read_tensors(
     batch: list[str] = []
     for number, (name, tensor) in enumerate(like.items(), start=1):
         batch.append(name)
-        size = sum(like[other].nbytes for other in batch)
+        size = sum(like[key].nbytes for key in batch)
         if size + tensor.nbytes >= BYTES_AT_ONCE or number == len(like):
-            loaded = {prefix + other: torch.empty_like(like[other], device="cpu") for other in batch}
+            loaded = {prefix + key: torch.empty_like(like[key], device="cpu") for key in batch}
             dcp.load(loaded, checkpoint_id=dcp_folder, no_dist=True)
-            yield from ((other, loaded.pop(prefix + other)) for other in batch)
+            yield from ((key, loaded.pop(prefix + key)) for key in batch)
             batch = []
 
 

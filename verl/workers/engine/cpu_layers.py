@@ -304,7 +304,7 @@ class _LogProb(torch.autograd.Function):
             arguments = labels[rows].numpy(), ctx.scale, figures[:, rows].numpy(), pulls[:, rows].numpy()
             share_rows(_log_prob_backward, len(logits), as_array(logits), *arguments)
             grad_hidden[rows] = logits @ matrix
-            if ctx.needs_input_grad[1]:  # the head is frozen beside LoRA adapters
+            if ctx.needs_input_grad[1]:  # False for a head that is frozen beside LoRA adapters
                 chunk_grad = logits.t() @ inputs[rows]
                 grad_weight = (
                     chunk_grad.to(sum_dtype) if grad_weight is None else grad_weight.add_(chunk_grad)
@@ -345,14 +345,14 @@ def _log_prob_forward(first, last, logits, labels, scale, figures):
 def _log_prob_backward(first, last, logits, labels, scale, figures, pulls):
     """Replace the logits by their gradient, (a (onehot - p) - b p (log p + H)) / temperature."""
     for row in range(first, last):
-        of_label = pulls[0, row] * scale
-        of_entropy = pulls[1, row] * scale
+        label_pull = pulls[0, row] * scale
+        entropy_pull = pulls[1, row] * scale
         for i in range(logits.shape[1]):
             log_p = load(logits[row, i]) * scale - figures[3, row]
-            pull = of_label + of_entropy * (max(log_p, _FLOOR) + figures[1, row])
+            pull = label_pull + entropy_pull * (max(log_p, _FLOOR) + figures[1, row])
             value = -exp_nonpositive(log_p) * pull
             if i == labels[row]:
-                value += of_label
+                value += label_pull
             logits[row, i] = store(value, logits[row, i])
 
 

@@ -74,7 +74,7 @@ class Adapters:
     @contextmanager
     def switched_off(self) -> Iterator[None]:
         """Make the model its base inside the block."""
-        # PEFT's own enable_adapters also takes the gradients from the adapters, which sharding notices.
+        # PEFT's own enable_adapters also changes the adapters' requires_grad, which sharding would notice.
         for layer in self.layers.values():
             layer._disable_adapters = True
         try:

@@ -89,7 +89,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 self.state[p] = {"momentum_buffer": _zeros(p)} if "momentum" in group else adamw_state(p)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is known, so there is no closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the loss is known
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if "momentum" in group:

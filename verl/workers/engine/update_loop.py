@@ -380,7 +380,8 @@ class UpdateLoop:
             for name, value in (*share.metrics.items(), ("loss", share.loss)):
                 values.setdefault(name, []).append(value)
         totals: dict[str, float] = {}
-        for op in ("sum", "min", "max"):  # all ranks make the same number of passes: they have the same names
+        # all ranks make the same number of passes, so they have the same names
+        for op in ("sum", "min", "max"):
             names = [name for name in values if _op(name) == op]
             reduced = [float(getattr(torch.stack(values[name]), op)()) for name in names]
             totals |= dict(zip(names, engine.reduce(reduced, op), strict=True))

@@ -1,10 +1,12 @@
-"""Megatron-core on a CPU: its questions to `torch.cuda` are answered for the CPU, in its own modules alone.
+"""Megatron-core on a CPU: replacements for the parts of `torch.cuda` that it uses, in its own modules alone.
 
 Megatron creates its buffers with `device="cuda"` or `torch.cuda.current_device()`, keeps CUDA's random state
 and waits for streams. `install` gives its modules another `torch`. It has the same names, but factories make
 CPU tensors, the current device is the CPU, streams do nothing, and "CUDA's" random state is a generator of
-its own. No other code sees a difference. Two questions go to tensors themselves (`.type()`, `.cuda()`).
-`cuda_names` answers these while a block lasts. In a process that trains on CUDA none of this happens.
+its own. No other code sees a difference.
+
+Megatron also calls two methods of tensors, `.type()` and `.cuda()`. `cuda_names` replaces these while a block
+lasts. In a process that trains on CUDA none of this happens.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ def install(device: torch.device) -> None:
 
 @contextmanager
 def cuda_names(device: torch.device) -> Iterator[None]:
-    """Answer for CPU tensors as CUDA tensors would while the block lasts, if `device` is a CPU.
+    """Make CPU tensors pass as CUDA tensors inside the block, if `device` is a CPU.
 
-    CPU tensors give their type as CUDA tensors do, and `.cuda()` returns the tensor itself. Use it to create
-    models and Megatron's optimizers, and for the optimizers' steps.
+    `.type()` gives their type as if they were CUDA tensors, and `.cuda()` returns the tensor itself. Use it
+    to create models and Megatron's optimizers, and for the optimizers' steps.
     """
     if device.type != "cpu":
         yield
@@ -76,7 +78,7 @@ def cuda_names(device: torch.device) -> Iterator[None]:
 
 @cache
 def _torch() -> ModuleType:
-    """Return a module with everything that torch has, with CPU answers to the questions about CUDA."""
+    """Return a copy of the torch module whose CUDA functions and factories work on the CPU."""
     stand_in = _copy_of(torch)
     stand_in.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in FACTORIES}, cuda=_cuda())
     return stand_in

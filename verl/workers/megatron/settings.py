@@ -110,7 +110,10 @@ class ModelShape:
         )
 
     def padded_vocabulary(self, tensor: int) -> int:
-        """Return the number of rows of the embedding, padded with rows of zeros so that `tensor` divides it."""
+        """Return the number of rows of the embedding, padded so that `tensor` divides it.
+
+        The added rows are zeros.
+        """
         return -(-self.vocabulary // tensor) * tensor
 
     def check(self, sizes: ParallelSizes) -> None:

@@ -99,7 +99,7 @@ class MegatronParameter:
         rest = tensor.shape[1:]
         counts = [piece.local(size)[0] // self.groups for piece in self.pieces]
         split = tensor.view(self.groups, -1, *rest).split(counts, dim=1)
-        return [part.reshape(-1, *rest) for part in split]
+        return [block.reshape(-1, *rest) for block in split]
 
 
 class WeightMap:
