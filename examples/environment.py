@@ -1,4 +1,4 @@
-"""An environment of one's own: each turn earns a tenth for each time that the row's letter stands in it.
+"""An environment of your own. A turn earns a tenth for each time that the row's letter occurs in it, up to 1.
 
 python -m examples.environment         writes letters.parquet; docs/environments.md says how a run takes it
 """
@@ -9,7 +9,7 @@ from verl.environments import BaseTextEnv, BaseTextEnvStepOutput
 
 
 class LetterEnv(BaseTextEnv):
-    """Up to `max_turns` turns (the loop counts); reward of a turn: 0 to 1."""
+    """An episode of up to `max_turns` turns, which the loop counts. The reward of a turn is 0 to 1."""
 
     stop = ("</answer>",)
     runs = "inline"
@@ -22,8 +22,8 @@ class LetterEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         count = min(action.count(self.letter), 10)
         self.found += count
-        say = [{"role": "user", "content": f"\n\n{self.letter}: {self.found} so far.\n\n"}]
-        return {"observations": say, "reward": count / 10, "done": False, "metadata": {"count": count}}
+        reply = [{"role": "user", "content": f"\n\n{self.letter}: {self.found} so far.\n\n"}]
+        return {"observations": reply, "reward": count / 10, "done": False, "metadata": {"count": count}}
 
     def get_metrics(self) -> dict[str, Any]:
         return {"letters": self.found}

@@ -1,9 +1,9 @@
-"""A policy loss of one's own: REINFORCE with a quadratic pull towards the policy that sampled.
+"""A policy loss of your own: REINFORCE with a quadratic pull towards the policy that sampled.
 
     bash train_grpo.sh actor_rollout_ref.actor.policy_loss.loss_mode=examples.policy_loss:pulled_reinforce
 
-It names as parameters what it needs; `LossInputs` in verl/algos/policy_losses.py lists what there is. An
-advantage estimator is named in the same way (`algorithm.adv_estimator=package.module:function`).
+A loss gets what its parameters name. `LossInputs` in verl/algos/policy_losses.py lists the possible names.
+You name an advantage estimator in the same way (`algorithm.adv_estimator=package.module:function`).
 """
 
 from typing import Any
@@ -23,7 +23,10 @@ def pulled_reinforce(
     loss_agg_mode: str,
     denominator: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log pi + PULL (log pi - log pi_old)^2 for each sampled token; all tensors [B, R]."""
+    """Return the loss -A log pi + PULL (log pi - log pi_old)^2 of the sampled tokens, and its metrics.
+
+    All tensors have the shape [B, R].
+    """
     log_ratio = log_prob - old_log_prob
     losses = -advantages * log_prob + PULL * log_ratio**2
     pull = agg_loss(log_ratio.detach() ** 2, response_mask, loss_agg_mode, denominator)

@@ -1,4 +1,4 @@
-"""A search engine of one's own: anything that answers `POST /retrieve` as Search-R1's servers do.
+"""A search engine of your own: any server that answers `POST /retrieve` as Search-R1's servers do.
 
 python examples/retriever.py 8000 &
 RETRIEVER_URL=http://127.0.0.1:8000/retrieve bash train_grpo.sh
@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-# ranks by the number of words that query and passage share
+# The first line of a passage is its title.
 PASSAGES = ['"Rome"\nRome is the capital of Italy.', '"Oslo"\nOslo is the capital of Norway.']
 app = FastAPI()
 
@@ -28,7 +28,7 @@ def words(text: str) -> set[str]:
 
 @app.post("/retrieve")
 def retrieve(request: SearchRequest) -> dict[str, list[list[dict]]]:
-    """For each query its documents, best first. The first line of `contents` is the title."""
+    """Return the documents of each query, those that share the most words with it first."""
     result = []
     for query in request.queries:
         best = sorted(PASSAGES, key=lambda text: -len(words(query) & words(text)))[: request.topk]

@@ -1,10 +1,10 @@
-"""A reward of one's own: token F1 instead of exact match.
+"""A reward of your own: token F1 instead of exact match.
 
     bash train_grpo.sh custom_reward_function.path=examples/reward.py custom_reward_function.name=token_f1
 
-It is called for each trajectory. `solution_str` is only what the policy wrote; what it read from the search
-engine stands in `extra_info["segments"]`. It returns a number, or a dictionary with "score" and more numbers,
-whose means are logged as `reward/<name>`.
+The function is called for each trajectory. `solution_str` holds only what the policy wrote. What it read from
+the search engine is in `extra_info["segments"]`. The function returns a number, or a dictionary with "score"
+and more numbers, whose means are logged as `reward/<name>`.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from verl.utils.reward_score.qa_em import extract_solution, golden_answers, norm
 def token_f1(
     data_source: str, solution_str: str, ground_truth: dict[str, Any], extra_info: dict[str, Any]
 ) -> dict[str, float]:
-    """F1 of the answer's words against the best of the golden answers; 0 without an answer."""
+    """Return the F1 of the answer's words against the best of the golden answers; 0 without an answer."""
     answer = extract_solution(solution_str)
     words = Counter(normalize_answer(answer or "").split())
     best = 0.0

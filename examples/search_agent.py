@@ -1,9 +1,9 @@
-"""An agent of the OpenAI Agents SDK that searches, trained through the endpoint of its episodes.
+"""An agent of the OpenAI Agents SDK that searches. It is trained through the endpoint of its episodes.
 
 bash train_grpo.sh --config configs/agent.yaml     needs `pip install openai-agents`; see docs/environments.md
 
-The agent knows nothing of training: a model, a tool, and `Runner.run`. The shipped tiny model writes calls
-with Search-R1's tags, which `tool_format: search_r1` says.
+The agent knows nothing of training. It consists of a model, a tool and `Runner.run`. The shipped tiny model
+writes calls with Search-R1's tags, as `tool_format: search_r1` says.
 """
 
 import os
@@ -20,9 +20,9 @@ set_tracing_disabled(True)
 _http = httpx.AsyncClient(timeout=60, trust_env=False)  # one for all episodes
 
 
-@function_tool(failure_error_function=None)  # a search that fails ends the episode, which leaves the batch
+@function_tool(failure_error_function=None)  # a failed search ends the episode, which leaves the batch
 async def search(query: str) -> str:
-    """Looks a query up in the encyclopedia."""
+    """Look up a query in the encyclopedia."""
     request = {"queries": [query], "topk": 2, "return_scores": True}
     reply = (await _http.post(RETRIEVER_URL, json=request)).raise_for_status()
     texts = [hit["document"]["contents"].partition("\n") for hit in reply.json()["result"][0]]
@@ -30,7 +30,7 @@ async def search(query: str) -> str:
 
 
 async def run(task: dict[str, Any], base_url: str) -> None:
-    """Plays an episode. Nothing is returned: the run's reward function reads the answer."""
+    """Play one episode. It returns nothing, because the run's reward function reads the answer."""
     client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=_http, max_retries=0)
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
     agent = Agent(name="searcher", model=model, tools=[search])

@@ -1,1 +1,1 @@
-import verl  # noqa: F401  (it says which Python has what is missing)
+import verl  # noqa: F401  (it says which Python has a missing package)

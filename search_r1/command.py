@@ -1,4 +1,7 @@
-"""`search-r1 COMMAND ...`: one name for all that the project does. What follows is the command's own."""
+"""Run `search-r1 COMMAND ...`: one program for all that the project does.
+
+The arguments after COMMAND are the command's own.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +33,24 @@ COMMANDS = {
     "convert": ("scripts/convert_checkpoint.py", "a checkpoint to a Hugging Face folder, and back"),
     "resume": ("scripts/check_resume.py", "shows that a killed run ends like an undisturbed one"),
 }
-"""Name: a shell script or a Python file of the repository, or a module; and what it is for."""
+"""Maps the name of a command to its target and to what it is for.
+
+The target is a shell script or a Python file of the repository, or a module. Flags may follow it.
+"""
 
 
 def usage() -> str:
-    """The list of commands."""
+    """Return the list of commands, as the help shows it."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: search-r1 COMMAND [arguments]", "", *lines])
 
 
 def main() -> None:
-    """Runs the command that the command line names; exit status 2 if there is none of that name."""
+    """Run the command that the command line names.
+
+    The exit status is 2 if there is no command of that name.
+    """
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     arguments = sys.argv[2:]
     if name in ("-h", "--help"):
@@ -51,14 +60,15 @@ def main() -> None:
         remedy = "Take a checkout, and in it: pip install -c constraints.txt -e ."
         sys.exit(f"error: {ROOT} is no checkout of the project. {remedy}")
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        close_names = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close_names[0]}?" if close_names else ""
         print(f"error: found the command {name!r}{hint}\n{usage()}", file=sys.stderr)
         sys.exit(2)
     target, *flags = COMMANDS[name][0].split()
     path = ROOT / target
     if path.suffix == ".sh":
-        # The scripts take an active environment as it is: this one, also when nobody has activated it.
+        # The scripts use the active environment as it is. This makes it the present one, even if nobody has
+        # activated it.
         os.environ["VIRTUAL_ENV"] = os.environ.get("VIRTUAL_ENV") or sys.prefix
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         os.execvp("bash", ["bash", str(path), *flags, *arguments])

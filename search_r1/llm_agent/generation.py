@@ -1,11 +1,11 @@
-"""LLMGenerationManager: the agent loop with a search engine, under Search-R1's names; the search environment.
+"""The agent loop with a search engine, under Search-R1's names, and the search environment.
 
     text -> parse_action -> ("search", "who wrote X") -> search client -> format_observation
                             ("answer", ..)            -> the end
                             no action                 -> HINT
 
-Tags and the layout of an observation are Search-R1's, to the character: policies are trained on them. The
-loop is `verl/agent/`.
+Tags and the layout of an observation are Search-R1's, to the character, because policies are trained on them.
+The loop itself is in `verl/agent/`.
 """
 
 import re
@@ -31,7 +31,7 @@ from verl.environments.registry import SEARCH
 from verl.workers.rollout.base import RolloutEngine
 
 INFORMATION_END = "</information>\n\n"
-# Shown after a turn without an action. Without a tag in it: nobody can take it for an answer or a search.
+# Shown after a turn without an action. It contains no tag, so nobody can take it for an answer or a search.
 HINT = (
     "\n\nThere was no action in this. To look something up, put a query between search tags; "
     "to finish, put the answer between answer tags.\n\n"
@@ -41,8 +41,15 @@ _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 
 def parse_action(text: str, do_search: bool = True) -> tuple[str, str]:
-    """The first complete ("search", query) or ("answer", answer) in the policy's text of one turn, else
-    ("invalid", ""): also for a search without a query. Without `do_search` only answers count.
+    """Return the first complete action in the policy's text of one turn.
+
+    Args:
+        text: What the policy wrote in the turn.
+        do_search: If False, only answers count.
+
+    Returns:
+        ("search", query) or ("answer", answer). It is ("invalid", "") if there is no action, and also for a
+        search without a query.
     """
     for match in _ACTION.finditer(text):
         kind = match[1]
@@ -55,19 +62,25 @@ def parse_action(text: str, do_search: bool = True) -> tuple[str, str]:
 
 
 def format_documents(documents: Sequence[FoundDocument]) -> str:
-    """`Doc 1(Title: ...) text` per document, one a line; the title is the first line of `contents`."""
-    parts = [document["contents"].partition("\n") for document in documents]
-    lines = [f"Doc {number}(Title: {title}) {text}\n" for number, (title, _, text) in enumerate(parts, 1)]
+    """Return the documents as text, one line `Doc 1(Title: ...) text` per document.
+
+    The title is the first line of `contents`.
+    """
+    splits = [document["contents"].partition("\n") for document in documents]
+    lines = [f"Doc {number}(Title: {title}) {text}\n" for number, (title, _, text) in enumerate(splits, 1)]
     return "".join(lines).strip()
 
 
 def format_observation(documents: Sequence[FoundDocument]) -> str:
-    """The text that is appended after a search."""
+    """Return the text that is appended after a search."""
     return f"\n\n<information>{format_documents(documents)}{INFORMATION_END}"
 
 
 def _under_way(query: str, documents: Future[list[FoundDocument]]) -> ActionUnderWay:
-    """A query that was sent just now; comes to an observation with the documents, or to EpisodeFailed."""
+    """Return the action of a query that was sent just now.
+
+    It comes to an observation with the documents, or to EpisodeFailed.
+    """
     started = time.perf_counter()
     finished = list[float]()
     documents.add_done_callback(lambda _: finished.append(time.perf_counter()))
@@ -77,7 +90,7 @@ def _under_way(query: str, documents: Future[list[FoundDocument]]) -> ActionUnde
             failure = EpisodeFailed(str(error))
             failure.reason = "search_failed"
             raise failure
-        # Who waits for a future may go on before its callbacks are called.
+        # A thread that waits for a future may go on before the future's callbacks are called.
         seconds = (finished or [time.perf_counter()])[0] - started
         text = format_observation(done.result())
         return _output("search", query, text, documents=done.result(), search_seconds=seconds)
@@ -88,7 +101,11 @@ def _under_way(query: str, documents: Future[list[FoundDocument]]) -> ActionUnde
 def _output(
     action: str, query: str | None = None, observation: str = "", finish_reason: str = "", **details: Any
 ) -> BaseTextEnvStepOutput:
-    """details: of a search that was made, its `documents`, and its `search_seconds` until they were there."""
+    """Return the output of a step.
+
+    `details` are those of a search that was made: its `documents`, and `search_seconds`, the time until they
+    arrived.
+    """
     return {
         "observations": [{"role": "user", "content": observation}] if observation else [],
         "reward": None,
@@ -100,12 +117,14 @@ def _output(
 
 
 class SearchEnvironment(BaseTextEnv):
-    """Search-R1's episode: up to `max_turns` turns with a search or a hint, and one last turn, whose search
-    is not made any more. The run's reward function scores it.
+    """The episode of Search-R1: up to `max_turns` turns with a search or a hint, and one last turn.
 
-    env_config: `client` (a SearchClient), `topk`, `do_search` (False: one turn, for an answer). extras:
-    `retriever` says that the row's searches find something else than the server answers
-    (`verl/evaluation/controls.py`).
+    A search in the last turn is not made any more. The run's reward function scores the episode.
+
+    Args:
+        env_config: `client` (a SearchClient), `topk` and `do_search` (False: one turn, for an answer).
+        extras: `retriever` says that the row's searches find something other than what the server answers
+            (`verl/evaluation/controls.py`).
     """
 
     runs = "inline"  # the client has a thread of its own
@@ -129,10 +148,10 @@ class SearchEnvironment(BaseTextEnv):
     def step_many(
         cls, envs: Sequence[Any], actions: Sequence[str]
     ) -> list[BaseTextEnvStepOutput | ActionUnderWay]:
-        """All searches go out together."""
+        """Take one step in each of several episodes. Their searches all go out together."""
         outputs: list[Any] = []
-        asked: dict[int, str] = {}  # place -> query
-        for place, (env, text) in enumerate(zip(envs, actions, strict=True)):
+        queries: dict[int, str] = {}  # index of an episode -> its query
+        for index, (env, text) in enumerate(zip(envs, actions, strict=True)):
             kind, query = parse_action(text, env.do_search)
             is_last = env.turns == env.max_turns
             env.turns += 1
@@ -145,9 +164,9 @@ class SearchEnvironment(BaseTextEnv):
                 outputs.append(_output("invalid", observation=HINT))
             else:
                 outputs.append(None)
-                asked[place] = query
-        for place, future in cls._submit(envs, asked).items():
-            outputs[place] = _under_way(asked[place], future)
+                queries[index] = query
+        for index, future in cls._submit(envs, queries).items():
+            outputs[index] = _under_way(queries[index], future)
         return outputs
 
     @classmethod
@@ -155,23 +174,24 @@ class SearchEnvironment(BaseTextEnv):
         """Start the searches of some of these episodes, whose turns are counted already.
 
         Args:
-            asked: place among `envs` -> query.
+            asked: Maps the index of an episode in `envs` to its query.
 
         Returns:
-            place -> a future of the documents: the server's, or those that the row's control says.
+            Maps the same index to a future of the documents. These are the server's, or those that the row's
+            control prescribes.
         """
         plain: dict[int, str] = {}
         shuffled: dict[int, ShuffledSearch] = {}
         futures: dict[int, Future[list[FoundDocument]]] = {}
-        for place, query in asked.items():
-            env = envs[place]
+        for index, query in asked.items():
+            env = envs[index]
             if env.control is None:
-                plain[place] = query
+                plain[index] = query
             elif env.control["kind"] == SHUFFLED:
-                shuffled[place] = ShuffledSearch(query, env.control, env.turns - 1)
+                shuffled[index] = ShuffledSearch(query, env.control, env.turns - 1)
             else:
-                futures[place] = Future()
-                futures[place].set_result([])
+                futures[index] = Future()
+                futures[index].set_result([])
         if plain:
             results = envs[0].client.submit(list(plain.values()), envs[0].topk)
             futures.update(zip(plain, results, strict=True))
@@ -182,10 +202,11 @@ class SearchEnvironment(BaseTextEnv):
 
 
 def env_metrics(trajectories: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Search-R1's `env/*` figures of a batch from its trajectory records, and how many searches failed.
+    """Return Search-R1's `env/*` metrics of a batch, computed from its trajectory records.
 
-    An action is one generation. Finished are those that answered. A search that the last turn asked for
-    counts as valid, though it was not made. All but `env/search_failed` are means over trajectories.
+    An action is one generation. A trajectory is finished if it answered. A search that the last turn asked
+    for counts as valid, though it was not made. `env/search_failed` counts the trajectories whose search
+    failed. All other metrics are taken over trajectories.
     """
     actions = np.array([record["num_actions"] for record in trajectories])
     valid = np.array([record["num_valid_actions"] for record in trajectories])
@@ -206,11 +227,12 @@ def env_metrics(trajectories: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GenerationConfig(AgentConfig):
-    """How trajectories with searches are made."""
+    """The configuration of trajectories with searches."""
 
-    num_gpus: int | None = None  # Search-R1 gives it; nothing reads it, as batches need no multiple of it
+    # Search-R1 passes it. Nothing reads it, because a batch need not be a multiple of it.
+    num_gpus: int | None = None
     no_think_rl: bool = False
-    search_url: str | None = None  # where a manager that gets no search client searches
+    search_url: str | None = None  # the server of a manager that gets no search client
     topk: int = 3
     do_search: bool = True
 
@@ -237,11 +259,20 @@ class LLMGenerationManager(EnvironmentAgent):
         block: EnvironmentConfig | None = None,
         code_api_url: str | None = None,
     ) -> None:
-        """Without a `search_client`, one is made for `config.search_url`; without `do_search` none is needed.
-        `on_event` hears what happens as it happens; it needs an engine with `partial`. block: the run's
-        `environment` block, for rows with other environments. code_api_url: their code server (`CodeClient`).
+        """Create the agent.
 
-        Raises ValueError for lengths that can't work, and for `do_search` without a client and an address.
+        Args:
+            tokenizer: The tokenizer of the policy.
+            engine: The engine that generates.
+            search_client: If None, a client is made for `config.search_url`. None is needed without
+                `do_search`.
+            config: How trajectories are made.
+            on_event: Is called with what happens as it happens. It needs an engine with `partial`.
+            block: The run's `environment` block, for rows with other environments.
+            code_api_url: The address of the code server of these environments (`CodeClient`).
+
+        Raises:
+            ValueError: For lengths that can't work, and for `do_search` without a client and an address.
         """
         if config.do_search and search_client is None:
             if config.search_url is None:
@@ -252,7 +283,7 @@ class LLMGenerationManager(EnvironmentAgent):
         run_code = dict.fromkeys(("lcb", "searchcode"), {"code_api_url": code_api_url})
         environments = Environments(block, {SEARCH: search, **run_code})
         super().__init__(tokenizer, engine, config, environments, on_event)
-        self._counts: dict[str, float] = {}  # of the search client at the end of the last batch
+        self._counts: dict[str, float] = {}  # the search client's counters at the end of the last batch
         empty = len(self.codec.encode(format_observation([])))
         if config.do_search and config.max_obs_length < empty:
             raise ValueError(
@@ -260,22 +291,28 @@ class LLMGenerationManager(EnvironmentAgent):
             )
 
     def figures(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """`retrieval/*` since the last batch, from the search client's counters; {} if it has none.
+        """Return the `retrieval/*` metrics since the last batch, from the search client's counters.
 
-        searches, and of these cache_hits and shared (an equal one was under way); requests (HTTP) that
-        brought an answer, their mean seconds, failed_requests; failovers (searches answered by another server
-        than was asked first). wait_seconds/*: from a trajectory's query to its documents.
+        Returns:
+            {} if there is no search client, else
+
+            - `searches`, and of these `cache_hits` and `shared` (an equal search was under way),
+            - `requests`: HTTP requests that brought an answer, and `request_seconds/mean`: their mean
+              seconds,
+            - `failed_requests`,
+            - `failovers`: searches that another server answered than was asked first,
+            - `wait_seconds/mean` and `wait_seconds/max`: seconds from a trajectory's query to its documents.
         """
         client = self.search_client
-        before = self._counts
+        old_counts = self._counts
         self._counts = {} if client is None else client.statistics()
-        metrics: dict[str, Any] = {name: n - before.get(name, 0.0) for name, n in self._counts.items()}
+        metrics: dict[str, Any] = {name: n - old_counts.get(name, 0.0) for name, n in self._counts.items()}
         if metrics:
             turns = [turn for t in trajectories for turn in t.turns[t.num_old_turns :]]
             waits = [x for turn in turns if (x := turn.details.get("search_seconds")) is not None]
             metrics["request_seconds/mean"] = metrics.pop("request_seconds") / max(1, metrics["requests"])
             metrics |= {"wait_seconds/mean": np.mean(waits or 0.0), "wait_seconds/max": max(waits, default=0)}
-            del metrics["failed"]  # env/search_failed has it
+            del metrics["failed"]  # `env/search_failed` reports it
         return {f"retrieval/{name}": float(value) for name, value in metrics.items()}
 
     def close(self) -> None:
@@ -287,9 +324,10 @@ class LLMGenerationManager(EnvironmentAgent):
 def build_agent(
     config: Config, tokenizer: Any, engine: RolloutEngine, *, api_key: str | None = None
 ) -> LLMGenerationManager:
-    """The agent of a training run from its whole configuration. `api_key`: of the retrieval servers.
+    """Return the agent of a training run, built from the run's whole configuration.
 
-    Raises ValueError for an address or a proxy that can't be used.
+    `api_key` is the key of the retrieval servers. Raises ValueError for an address or a proxy that can't be
+    used.
     """
     data = config.data
     rollout = config.actor_rollout_ref.rollout
@@ -306,8 +344,8 @@ def build_agent(
         **{name: rollout[name] for name in (*pace, *sampling)},
     )
     client = None
-    place = (retriever.url, retriever.topk, retriever.timeout)
+    client_arguments = (retriever.url, retriever.topk, retriever.timeout)
     if config.do_search:
-        client = SearchClient(*place, api_key=api_key, use_proxy=retriever.use_proxy)
+        client = SearchClient(*client_arguments, api_key=api_key, use_proxy=retriever.use_proxy)
     url = config.verifiers.code.api_url
     return LLMGenerationManager(tokenizer, engine, client, generation, None, config.environment, url)

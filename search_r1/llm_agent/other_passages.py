@@ -1,11 +1,11 @@
-"""Passages of other questions, in the place of a search's own (`shuffled` of verl/evaluation/controls.py).
+"""Searches that find passages of other questions (the control `shuffled` of verl/evaluation/controls.py).
 
     query of the policy     --search--> own documents  ----+
     question of its row     --search--> own documents  ----+--> other documents without own ones, at most topk
     another row's question  --search--> other documents ---+
 
-A document is left out if the query or the row's question finds it, or if it has a title that the row names in
-extra_info.gold_titles. What is found depends on the index, the query and the row alone.
+A document is left out if the query or the row's question finds it, or if its title is one that the row names
+in extra_info.gold_titles. What is found depends on the index, the query and the row alone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from search_r1.search.client import FoundDocument, SearchClient
 from verl.evaluation.similarity import plain_title
 
 Documents = list[FoundDocument]
-# The other question is asked for so many times topk documents, as both searches may find the same ones.
+# The search for the other question asks for this many times topk documents, because both searches may find
+# the same ones.
 SPARE = 3
 
 
 @dataclass(frozen=True)
 class ShuffledSearch:
-    """A query whose row is to see passages of another question. control: of the row. turn: from 0."""
+    """A query whose row is to see passages of another question.
+
+    Attributes:
+        query: The query of the policy.
+        control: The control of the row.
+        turn: The number of the turn, from 0.
+    """
 
     query: str
     control: Mapping[str, Any]
@@ -52,17 +59,21 @@ class ShuffledSearch:
 def submit_shuffled(
     client: SearchClient, searches: Sequence[ShuffledSearch], topk: int
 ) -> list[Future[Documents]]:
-    """Start searches and return at once: a Future for each, that ends in documents or in a SearchError."""
+    """Start searches and return at once.
+
+    Returns:
+        A future for each search. It ends in documents or in a SearchError.
+    """
     of_queries = client.submit([search.query for search in searches], topk)
     of_questions = client.submit([search.control["question"] for search in searches], topk)
     of_others = client.submit([search.other_question for search in searches], SPARE * topk)
     futures = []
-    for search, *parts in zip(searches, of_others, of_queries, of_questions, strict=True):
+    for search, *unfinished in zip(searches, of_others, of_queries, of_questions, strict=True):
 
         def choose(others: Documents, *own: Documents, search: ShuffledSearch = search) -> Documents:
             return search.choose(others, own, topk)
 
-        futures.append(_when_all_are_done(parts, choose))
+        futures.append(_when_all_are_done(unfinished, choose))
     return futures
 
 
@@ -76,10 +87,10 @@ def _when_all_are_done(
         """Look at the searches one after the other, so that the last one that is done settles the result."""
         if number < len(searches):
             searches[number].add_done_callback(lambda _: wait_for(number + 1))
-        elif result.set_running_or_notify_cancel():  # else nobody waits for it any more
+        elif result.set_running_or_notify_cancel():  # if it is cancelled, nobody waits for it any more
             try:
                 result.set_result(choose(*[search.result() for search in searches]))
-            except Exception as error:  # whoever waits is told, whatever it is
+            except Exception as error:  # whoever waits must hear of any error
                 result.set_exception(error)
 
     wait_for(0)

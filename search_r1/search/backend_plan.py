@@ -1,9 +1,9 @@
-"""What --retriever_name and --index_path ask for, decided from names and files before anything loads.
+"""Decide what --retriever_name and --index_path ask for, from names and files, before anything loads.
 
     "bm25+e5", "A,B" -> plan_backends -> [BackendPlan(bm25, A), BackendPlan(exact, B)]
 
-The user's word is the name; what the index path holds decides the rest: a folder of Lucene is searched by
-Lucene also under the name bm25, a dense name takes an exact index of ours or a FAISS file.
+The user's word is the name. What the index path holds decides the rest. A Lucene folder is searched by Lucene
+also under the name bm25. A dense name takes an exact index of ours or a FAISS file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from search_r1.search.manifest import WORK_SUFFIX, read_manifest
 ONLINE = ("serpapi", "google")
 SPARSE = ("bm25", "lucene")
 DENSE = ("e5", "bge", "contriever", "minilm", "gte", "dpr", "jina", "nomic")  # examples: any name will do
-DEFAULT_MODELS = {"e5": "intfloat/e5-base-v2"}  # as Search-R1's server
+DEFAULT_MODELS = {"e5": "intfloat/e5-base-v2"}  # the encoder of Search-R1's server
 
 EXTRAS = {
     "bm25": ("retrieval", ("numba",)),
@@ -27,13 +27,19 @@ EXTRAS = {
     "lucene": ("pyserini", ()),
     "rerank": ("dense", ("torch", "transformers")),
 }
-"""Backend: the extras of setup.py that install it, and the modules that it imports."""
+"""Maps a backend to the extras of setup.py that install it, and to the modules that it imports."""
 
 
 @dataclass(frozen=True)
 class BackendPlan:
-    """One backend to open. `name`: the user's word. `kind`: bm25, lucene, exact, faiss, serpapi or google.
-    `model`: encoder of a dense one; None: what the index's manifest names."""
+    """One backend to open.
+
+    Attributes:
+        name: The user's word.
+        kind: bm25, lucene, exact, faiss, serpapi or google.
+        index_path: Where the index is, or None for a backend without one.
+        model: The encoder of a dense backend. None means the one that the index's manifest names.
+    """
 
     name: str
     kind: str
@@ -42,9 +48,18 @@ class BackendPlan:
 
 
 def plan_backends(names: str, index_paths: str | None, models: str | None) -> list[BackendPlan]:
-    """One plan for each name in `names` ("bm25", "bm25+e5"). Raises ValueError, also for a wrong index. With
-    several names `index_paths` has a comma between the paths, in the order of the names (nothing before or
-    after a comma: no index), and `models` one between the models of the dense ones."""
+    """Return one plan for each backend that the flags name.
+
+    Args:
+        names: The value of --retriever_name: one name ("bm25"), or several ("bm25+e5").
+        index_paths: The value of --index_path. With several names it has a comma between the paths, in the
+            order of the names. Nothing before or after a comma means no index.
+        models: The value of --retriever_model. With several names it has a comma between the models of the
+            dense ones.
+
+    Raises:
+        ValueError: For flags that can't work, and for a wrong index.
+    """
     words = [word.strip() for word in names.lower().split("+")]
     if not all(words):
         raise ValueError(f"--retriever_name: found {names!r}, expected a name, or two with + between them")
@@ -52,13 +67,13 @@ def plan_backends(names: str, index_paths: str | None, models: str | None) -> li
         raise ValueError(f"--retriever_name: found {names!r}, where a name stands twice")
 
     def deal_out(flag: str, value: str | None, names: list[str]) -> dict[str, str | None]:
-        parts = value.split(",") if value and len(names) > 1 else [value] * len(names)
-        if len(parts) != len(names):
+        entries = value.split(",") if value and len(names) > 1 else [value] * len(names)
+        if len(entries) != len(names):
             raise ValueError(
-                f"{flag}: found {len(parts)}, expected {len(names)} with a comma between them, "
+                f"{flag}: found {len(entries)}, expected {len(names)} with a comma between them, "
                 f"in the order {', '.join(names)}"
             )
-        return {name: (part or "").strip() or None for name, part in zip(names, parts, strict=True)}
+        return {name: (entry or "").strip() or None for name, entry in zip(names, entries, strict=True)}
 
     paths = deal_out("--index_path", index_paths, [word for word in words if word not in ONLINE])
     dense = [word for word in words if word not in (*ONLINE, *SPARSE)]
@@ -70,32 +85,32 @@ def _plan(name: str, index_path: str | None, model: str | None) -> BackendPlan:
     path = Path(index_path) if index_path else None
     if name in ONLINE:
         return BackendPlan(name, name)
-    held = holds(path)
+    held_kind = holds(path)
     if name in SPARSE:
-        kind = "lucene" if "lucene" in (name, held) else "bm25"
+        kind = "lucene" if "lucene" in (name, held_kind) else "bm25"
         if kind == "lucene" and path is None:
             raise ValueError("--index_path is missing: the folder of the Lucene index")
-        if path is not None and held != kind:
-            needed = "a Lucene index" if kind == "lucene" else "one of BM25"
-            raise _wrong_index(path, held, f"--retriever_name {name} needs {needed}")
+        if path is not None and held_kind != kind:
+            expected = "a Lucene index" if kind == "lucene" else "one of BM25"
+            raise _wrong_index(path, held_kind, f"--retriever_name {name} needs {expected}")
         return BackendPlan(name, kind, path)
-    near = difflib.get_close_matches(name, (*ONLINE, *SPARSE, *DENSE), n=1, cutoff=0.7)
-    if near and near[0] not in DENSE:
-        raise ValueError(f"--retriever_name: found {name!r}; did you mean {near[0]!r}?")
+    close_names = difflib.get_close_matches(name, (*ONLINE, *SPARSE, *DENSE), n=1, cutoff=0.7)
+    if close_names and close_names[0] not in DENSE:
+        raise ValueError(f"--retriever_name: found {name!r}; did you mean {close_names[0]!r}?")
     if path is None:
-        known = ", ".join((*SPARSE, *ONLINE))
-        hint = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
+        names = ", ".join((*SPARSE, *ONLINE))
+        hint = f"did you mean {close_names[0]!r}? " if close_names and close_names[0] != name else ""
         raise ValueError(
-            f"--retriever_name: found {name!r}. {hint}It is none of {known}, so it is taken for a dense "
+            f"--retriever_name: found {name!r}. {hint}It is none of {names}, so it is taken for a dense "
             "encoder, which needs --index_path (python -m search_r1.search.index_builder makes an index)"
         )
-    if held not in ("exact", "faiss"):
-        raise _wrong_index(path, held, f"{name} needs a dense index")
+    if held_kind not in ("exact", "faiss"):
+        raise _wrong_index(path, held_kind, f"{name} needs a dense index")
     if model is None and read_manifest(path) is None:
         model = DEFAULT_MODELS.get(name)
         if model is None:
             raise ValueError(f"--retriever_model is missing: the encoder that {path} was built with")
-    return BackendPlan(name, held, path, model)
+    return BackendPlan(name, held_kind, path, model)
 
 
 DESCRIPTIONS = {
@@ -111,10 +126,13 @@ DESCRIPTIONS = {
 
 
 def holds(path: Path | None) -> str:
-    """What is at an index path: a word of DESCRIPTIONS. Raises ValueError for a broken manifest."""
+    """Return what is at an index path: a key of DESCRIPTIONS.
+
+    Raises ValueError for a broken manifest.
+    """
     if path is None or not path.exists():
-        begun = path is not None and path.with_name(path.name + WORK_SUFFIX).exists()
-        return "begun" if begun else "nothing"
+        is_begun = path is not None and path.with_name(path.name + WORK_SUFFIX).exists()
+        return "begun" if is_begun else "nothing"
     manifest = read_manifest(path)
     if manifest is not None and manifest.backend in DESCRIPTIONS:
         return manifest.backend
@@ -135,7 +153,10 @@ def _wrong_index(path: Path, held: str, expected: str) -> ValueError:
 
 
 def check_at_least(values: object, least: float, *names: str) -> None:
-    """Raises ValueError for a flag below `least`. None: it was not given."""
+    """Raise ValueError if one of the flags `names` is below `least`.
+
+    A flag whose value is None was not given, and passes.
+    """
     for name in names:
         value = getattr(values, name)
         if value is not None and not value >= least:
@@ -143,7 +164,10 @@ def check_at_least(values: object, least: float, *names: str) -> None:
 
 
 def check_packages(kind: str) -> None:
-    """Raises ValueError with the command to type when a package of a backend, or Java, is not installed."""
+    """Raise ValueError if a package of a backend, or Java, is not installed.
+
+    The message has the command that installs it.
+    """
     if kind == "lucene":
         from search_r1.search.lucene import check_java
 
@@ -158,7 +182,10 @@ def check_packages(kind: str) -> None:
 
 
 def check_model_folder(flag: str, model: str) -> None:
-    """Raises ValueError for a model given as a path where no model is. A hub's name is not looked up."""
+    """Raise ValueError if a model is given as a path where no model is.
+
+    The name of a model on a hub is not looked up.
+    """
     path = Path(model)
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists()
     if looks_like_path and not (path / "config.json").is_file():

@@ -4,8 +4,8 @@
         an answer that is kept in memory -> done
         else -> background thread: Dispatcher (dispatch.py) -> POST /retrieve -> Futures, memory
 
-What a server sends can end a search in a SearchError, nothing else. Training and `infer.py` search through
-this.
+Whatever a server sends, it can at worst end a search in a SearchError. Training and `infer.py` search through
+this client.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from search_r1.search.replies import FoundDocument, SearchError, without_surroga
 __all__ = ["API_KEY_VARIABLE", "FoundDocument", "SearchClient", "SearchError", "parse_urls"]
 
 API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
-MAX_QUERY_CHARS = 2048  # the rest of a longer query is not sent: no search engine makes use of it
-KEEP_ALIVE_SECONDS = 4.0  # of a connection that is not used; uvicorn closes its end after 5
+MAX_QUERY_CHARS = 2048  # the rest of a longer query is not sent, as no search engine makes use of it
+KEEP_ALIVE_SECONDS = 4.0  # how long an idle connection is kept; uvicorn closes its end after 5
 CLOSE_SECONDS = 2.0
 
 
 class SearchClient:
-    """Talks to one or several retrieval servers. Its thread starts at the first search and ends with `close`.
-    Threads may share it; a process that was forked after its first search may not."""
+    """A client of one or several retrieval servers.
+
+    Its thread starts at the first search and ends with `close`. Threads may share a client. A process that
+    was forked after the client's first search may not use it.
+    """
 
     def __init__(
         self,
@@ -46,13 +49,19 @@ class SearchClient:
         api_key: str | None = None,
         use_proxy: bool = False,
     ) -> None:
-        """urls: addresses, see `parse_urls`. topk: documents per query, where `submit` does not say.
-        timeout: seconds from `submit` until a search has failed, retries included.
-        cache_size: answers kept in memory; 0 for none. A run's index does not change.
-        api_key: sent as a Bearer token; None: what the environment variable SEARCH_R1_API_KEY holds.
-        use_proxy: go through the proxies that HTTP_PROXY and its kin name.
+        """Create a client. No server is asked yet.
 
-        Raises ValueError for one that can't work.
+        Args:
+            urls: Addresses, see `parse_urls`.
+            topk: Documents per query, where `submit` does not say.
+            timeout: Seconds from `submit` until a search has failed, retries included.
+            cache_size: How many answers are kept in memory; 0 for none. A run's index does not change.
+            api_key: The key that is sent as a Bearer token. None means the value of the environment variable
+                SEARCH_R1_API_KEY.
+            use_proxy: Go through the proxies that HTTP_PROXY and its kin name.
+
+        Raises:
+            ValueError: For an argument that can't work.
         """
         if topk < 1:
             raise ValueError(f"retriever.topk: found {topk}, expected at least 1")
@@ -69,25 +78,35 @@ class SearchClient:
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 trust_env=use_proxy,
                 follow_redirects=True,
-                timeout=None,  # the dispatcher keeps the time: httpx bounds each wait for bytes alone
+                timeout=None,  # the dispatcher keeps the time, as httpx only bounds each wait for bytes
                 limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS),
             )
         except (ValueError, ImportError, OSError) as error:
             raise ValueError(f"retriever.use_proxy: the proxy settings can't be used ({error})") from None
         self._dispatcher = Dispatcher(self.urls, http, timeout, self._keep)
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._cache_size = cache_size
         self._cache: OrderedDict[Key, Documents] = OrderedDict()
         self._num_searches = self._num_cached = 0
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._process = 0  # that the thread runs in
+        self._process = 0  # the process that the thread runs in
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
 
     def submit(self, queries: Sequence[str], topk: int | None = None) -> list[Future[Documents]]:
-        """Starts searches and returns at once: one Future per query, in order, that ends in its documents or
-        in a SearchError."""
+        """Start searches and return at once.
+
+        Args:
+            queries: The queries.
+            topk: Documents per query. None means the client's own `topk`.
+
+        Returns:
+            One Future per query, in order. It ends in the query's documents or in a SearchError.
+
+        Raises:
+            RuntimeError: If the client is closed, or was made in another process.
+        """
         topk = self.topk if topk is None else topk
         futures: list[Future[Documents]] = [Future() for _ in queries]
         new: list[tuple[Key, Future[Documents]]] = []
@@ -109,16 +128,25 @@ class SearchClient:
         return futures
 
     def batch_search(self, queries: Sequence[str], topk: int | None = None) -> list[Documents]:
-        """The documents of each query; waits for them. Raises SearchError if one search failed."""
+        """Return the documents of each query, after waiting for them.
+
+        Raises SearchError if one search failed.
+        """
         return [future.result() for future in self.submit(queries, topk)]
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the client was made: `searches`, `cache_hits` of them, and dispatch.STATISTICS."""
+        """Return counters since the client was made.
+
+        These are `searches`, how many of them were `cache_hits`, and dispatch.STATISTICS.
+        """
         counts = {"searches": self._num_searches, "cache_hits": self._num_cached}
         return counts | self._dispatcher.statistics
 
     def close(self) -> None:
-        """Ends requests and the thread at once; searches that still wait fail. May be called twice."""
+        """End requests and the thread at once. Searches that still wait fail.
+
+        It may be called twice.
+        """
         with self._lock:
             was_closed = self._closed
             self._closed = True
@@ -162,17 +190,20 @@ class SearchClient:
 
 
 def parse_urls(urls: str | Sequence[str]) -> list[str]:
-    """Addresses from one string with commas or a list; `/retrieve` is added to an address without a path."""
-    parts = urls.split(",") if isinstance(urls, str) else list(urls)
+    """Return the addresses in a list, or in one string with commas between them.
+
+    `/retrieve` is added to an address without a path. Raises ValueError for what is no address.
+    """
+    entries = urls.split(",") if isinstance(urls, str) else list(urls)
     addresses = []
-    for part in filter(None, (part.strip() for part in parts)):
-        split = urlsplit(part)
+    for url in filter(None, (url.strip() for url in entries)):
+        split = urlsplit(url)
         if split.scheme not in ("http", "https") or not split.hostname:
             raise ValueError(
-                f"retriever url: found {part!r}, expected an address such as http://127.0.0.1:8000/retrieve "
+                f"retriever url: found {url!r}, expected an address such as http://127.0.0.1:8000/retrieve "
                 "(several are separated by commas)"
             )
-        addresses.append(urlunsplit(split._replace(path="/retrieve")) if split.path in ("", "/") else part)
+        addresses.append(urlunsplit(split._replace(path="/retrieve")) if split.path in ("", "/") else url)
     if not addresses:
         raise ValueError("retriever url: found nothing, expected http://HOST:PORT/retrieve")
     return list(dict.fromkeys(addresses))

@@ -3,9 +3,10 @@
     corpus.jsonl(.gz) -> Corpus.open -> rows([5, 2]) -> [Document, Document]     the lines' bytes, by pread
                                      -> iter_contents() -> str, str, ...         for index builders
 
-In memory is only where the rows begin, and that memory-mapped. A server sends the bytes of a line as they
-are, so each line passes `parse_line` before: at `open` for a file of up to CHECK_BYTES, else at each use (a
-microsecond). A broken line is an error that names it: one that is skipped would shift the rows of an index.
+Only the positions where rows begin are in memory, and those are memory-mapped. A server sends the bytes of a
+line as they are, so each line passes `parse_line` first: at `open` for a file of up to CHECK_BYTES, else at
+each use (a microsecond). A broken line is an error that names it. If it were skipped, the rows of an index
+would shift.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from search_r1.search.corpus_files import BYTE_ORDER_MARK, find_rows, unpack_gzi
 from search_r1.search.long_work import Progress
 from search_r1.search.retriever import Document
 
-CHECK_BYTES = 256 * 2**20  # files up to here are checked whole when they are opened, in about a second
+CHECK_BYTES = 256 * 2**20  # a file up to here is checked whole when it is opened, in about a second
 READ_BYTES = 8 * 2**20
 FINGERPRINT_BLOCKS = 512
 FINGERPRINT_BLOCK_BYTES = 128 * 2**10
@@ -31,9 +32,12 @@ EXAMPLE = '{"id": "7", "contents": "\\"Title\\"\\ntext"}'
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The fields of one line. Raises ValueError with the reason for a line that a client couldn't read: not
-    UTF-8, NaN, Infinity, a number that overflows a double, half of a surrogate pair ("\\ud83d" alone), a byte
-    order mark, an object without `contents` as a string."""
+    """Return the fields of one line.
+
+    Raises ValueError with the reason for a line that a client couldn't read. Such a line is not UTF-8, or no
+    object with `contents` as a string, or it has NaN, Infinity, a number that overflows a double, half of a
+    surrogate pair ("\\ud83d" alone) or a byte order mark.
+    """
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -51,11 +55,16 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 class Corpus:
-    """Random access to the lines of a corpus. Any number of threads may use it at once. Example:
-    Corpus.open("wiki-18.jsonl").rows([0])[0].contents"""
+    """Random access to the lines of a corpus. Any number of threads may use it at once.
+
+    Example: Corpus.open("wiki-18.jsonl").rows([0])[0].contents
+    """
 
     def __init__(self, file: IO[bytes], starts: np.ndarray, num_blank_lines: int, path: Path) -> None:
-        """Use `open`. `starts`, `num_blank_lines`: see `find_rows`."""
+        """Wrap an open file. Use `open` instead.
+
+        `find_rows` describes `starts` and `num_blank_lines`.
+        """
         self._file = file
         self.starts = starts
         self.num_blank_lines = num_blank_lines
@@ -65,9 +74,19 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str | Path, progress: Progress | None = None, check: bool = True) -> Corpus:
-        """Opens a .jsonl file, or a .jsonl.gz file, which is unpacked once beside itself. The first time it
-        is read once to find the lines (about a second per GB); this is kept in `<path>.offsets.npy`. Raises
-        ValueError for a file that can't be read or has no documents, and with `check` for a broken line."""
+        """Open a .jsonl file, or a .jsonl.gz file, which is unpacked once beside itself.
+
+        The first time, the file is read once to find the lines (about a second per GB). The result is kept in
+        `<path>.offsets.npy`.
+
+        Args:
+            path: The file.
+            progress: Is told how far the reading is.
+            check: Check every line of a file of up to CHECK_BYTES.
+
+        Raises:
+            ValueError: For a file that can't be read or has no documents, and with `check` for a broken line.
+        """
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"--corpus_path: there is no file {path}")
@@ -80,7 +99,7 @@ class Corpus:
         if check and corpus.num_bytes <= CHECK_BYTES:
             for _ in corpus.iter_contents():
                 pass
-            corpus._is_checked = True  # so that `rows` needn't
+            corpus._is_checked = True  # so that `rows` need not check again
         return corpus
 
     def __len__(self) -> int:
@@ -93,12 +112,19 @@ class Corpus:
         self.close()
 
     def close(self) -> None:
-        """Closes the file. May be called twice; nothing may be read after it."""
+        """Close the file. Nothing may be read afterwards.
+
+        It may be called twice.
+        """
         self._file.close()
 
     def rows(self, numbers: Sequence[int] | np.ndarray) -> list[Document]:
-        """The documents of these rows, in this order. Raises IndexError for a row that isn't there (also a
-        negative one), ValueError for a broken line and for a file that was changed since it was opened."""
+        """Return the documents of these rows, in this order.
+
+        Raises:
+            IndexError: For a row that isn't there, also for a negative one.
+            ValueError: For a broken line, and for a file that was changed since it was opened.
+        """
         start_of = self.starts.item
         num_rows = len(self)
         documents = []
@@ -110,8 +136,8 @@ class Corpus:
             if not self._is_checked:
                 self._parse(row, line)
             if not line.startswith(b"{") or not line.endswith(b"}") or b"\n" in line:
-                where = f"{self.path}, line {self.line_number(row)}"
-                raise ValueError(f"{where}: no JSON object any more; the file was changed while in use")
+                position = f"{self.path}, line {self.line_number(row)}"
+                raise ValueError(f"{position}: no JSON object any more; the file was changed while in use")
             documents.append(Document(line, row))
         return documents
 
@@ -122,7 +148,10 @@ class Corpus:
             raise ValueError(f"{self.path}, line {self.line_number(row)}: {error}") from None
 
     def line_number(self, row: int) -> int:
-        """From 1 on. Where lines are blank, the file is read up to the row."""
+        """Return the line number of a row, from 1 on.
+
+        If there are blank lines, the file is read up to the row.
+        """
         if not self.num_blank_lines:
             return row + 1
         start = int(self.starts[row])
@@ -130,34 +159,41 @@ class Corpus:
         return 1 + sum(block.count(b"\n") for block in blocks)
 
     def lines(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """The bytes of the rows from `start` up to `stop`, read in large blocks. Nothing is checked."""
+        """Yield (row, bytes) for the rows from `start` up to `stop`.
+
+        The file is read in large blocks, and nothing is checked.
+        """
         stop = len(self) if stop is None else min(stop, len(self))
         while start < stop:
-            limit = self.starts[start] + np.uint64(READ_BYTES)  # an int would have NumPy copy all to float64
-            after = int(np.searchsorted(self.starts, limit, side="right")) - 1
-            after = min(max(after, start + 1), stop)
+            limit = self.starts[start] + np.uint64(READ_BYTES)  # with an int NumPy would copy all to float64
+            block_stop = int(np.searchsorted(self.starts, limit, side="right")) - 1
+            block_stop = min(max(block_stop, start + 1), stop)
             begin = int(self.starts[start])
-            block = _read(self._file, begin, int(self.starts[after]))
-            ends = (self.starts[start : after + 1] - self.starts[start]).tolist()
-            for row in range(start, after):
+            block = _read(self._file, begin, int(self.starts[block_stop]))
+            ends = (self.starts[start : block_stop + 1] - self.starts[start]).tolist()
+            for row in range(start, block_stop):
                 yield row, block[ends[row - start] : ends[row - start + 1]]
-            start = after
+            start = block_stop
 
     def iter_contents(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
-        """The `contents` of the rows from `start` up to `stop`. Raises ValueError that names a broken
-        line."""
+        """Yield the `contents` of the rows from `start` up to `stop`.
+
+        Raises ValueError that names a broken line.
+        """
         for row, line in self.lines(start, stop):
             yield self._parse(row, line)["contents"]
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this corpus from another in a moment: counts, and a SHA-256 of evenly spaced blocks. A
-        file of up to 64 MiB is read whole. Of a larger one 512 blocks of 128 KiB are read: a letter that was
-        changed for another is only seen where a block lies."""
+        """Return what tells this corpus from another: counts, and a SHA-256 of evenly spaced blocks.
+
+        It takes a moment. A file of up to 64 MiB is read whole. Of a larger one 512 blocks of 128 KiB are
+        read. There, a letter that was changed for another is only seen if it lies in one of the blocks.
+        """
         sample = _sample_sha256(self._file, self.num_bytes)
         return {"num_documents": len(self), "num_bytes": self.num_bytes, "sample_sha256": sample}
 
     def sha256(self, progress: Progress | None = None) -> str:
-        """SHA-256 of the whole file (1 to 2 GB per second)."""
+        """Return the SHA-256 of the whole file (1 to 2 GB per second)."""
         digest = hashlib.sha256()
         for begin in range(0, self.num_bytes, READ_BYTES):
             stop = min(begin + READ_BYTES, self.num_bytes)
@@ -168,8 +204,11 @@ class Corpus:
 
 
 def file_identity(path: str | Path) -> dict[str, Any]:
-    """A corpus file's size, and its hash as in `fingerprint`, without finding its lines. Of x.jsonl.gz they
-    are x.jsonl's, which a server unpacks beside it. Raises OSError for a file that can't be read."""
+    """Return the size of a corpus file, and its hash as in `fingerprint`, without finding its lines.
+
+    For x.jsonl.gz they are those of x.jsonl, which a server unpacks beside it. Raises OSError for a file that
+    can't be read.
+    """
     path = Path(path)
     with (path.with_suffix("") if path.suffix == ".gz" else path).open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

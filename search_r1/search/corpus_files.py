@@ -1,9 +1,9 @@
-"""Where the lines of a corpus file begin, and .jsonl.gz files unpacked.
+"""Find where the lines of a corpus file begin, and unpack .jsonl.gz files.
 
     corpus.jsonl.gz -> unpack_gzip -> corpus.jsonl -> find_rows -> offsets, kept in <corpus>.offsets.npy
 
-A row is a line that isn't blank. Only "\\n" ends a line (U+2028 and a lone "\\r" don't), the last line may
-lack it, and a byte order mark at the beginning of the file belongs to no row. Nothing is decoded here.
+A row is a line that isn't blank. Only "\\n" ends a line (U+2028 and a lone "\\r" don't), and the last line
+may lack it. A byte order mark at the beginning of the file belongs to no row. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -27,25 +27,34 @@ BRACE = 123
 
 
 def sidecar_path(corpus: Path) -> Path:
-    """The file that keeps the offsets of `corpus`, beside it."""
+    """Return the path of the file that keeps the offsets of `corpus`, beside it."""
     return corpus.with_name(corpus.name + ".offsets.npy")
 
 
 def find_rows(path: Path, progress: Progress | None = None) -> tuple[np.ndarray, int]:
-    """uint64 [N + 1]: where each row begins in the file and, last, the file's size; and how many lines are
-    blank. With 0 of these row n is line n + 1. They come, memory-mapped, from the kept file when that is for
-    this size and time, else from a scan, which is kept where the folder can be written to. Raises ValueError
-    for a file without rows, and for one that changes during the scan."""
-    before = path.stat()
-    if (kept := _read_sidecar(path, before)) is not None:
-        return kept
-    starts, num_blank = _scan(path, before.st_size, progress)
+    """Return where each row of a corpus begins, and how many lines are blank.
+
+    The offsets are mapped from the kept file if that is for this size and time. Else the file is scanned, and
+    the offsets are kept if the folder can be written to.
+
+    Returns:
+        Offsets uint64 [N + 1]: where each row begins in the file and, last, the file's size. They are
+        memory-mapped if they were kept. The second value is the number of blank lines. If it is 0, row n is
+        line n + 1.
+
+    Raises:
+        ValueError: For a file without rows, and for one that changes during the scan.
+    """
+    old_stat = path.stat()
+    if (kept_rows := _read_sidecar(path, old_stat)) is not None:
+        return kept_rows
+    starts, num_blank = _scan(path, old_stat.st_size, progress)
     if len(starts) < 2:
         raise ValueError(f"{path}: the corpus has no documents")
-    after = path.stat()
-    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+    new_stat = path.stat()
+    if (new_stat.st_size, new_stat.st_mtime_ns) != (old_stat.st_size, old_stat.st_mtime_ns):
         raise ValueError(f"{path} was changed while it was read; start again when it is finished")
-    header = np.array([SIDECAR_FORMAT, before.st_size, before.st_mtime_ns, num_blank], dtype=np.uint64)
+    header = np.array([SIDECAR_FORMAT, old_stat.st_size, old_stat.st_mtime_ns, num_blank], dtype=np.uint64)
     partial = sidecar_path(path).with_name(f"{sidecar_path(path).name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -54,11 +63,14 @@ def find_rows(path: Path, progress: Progress | None = None) -> tuple[np.ndarray,
     except OSError:  # the folder is read-only or full: the next start scans again
         with contextlib.suppress(OSError):
             partial.unlink()
-    return _read_sidecar(path, before) or (starts, num_blank)
+    return _read_sidecar(path, old_stat) or (starts, num_blank)
 
 
 def _scan(path: Path, size: int, progress: Progress | None) -> tuple[np.ndarray, int]:
-    """One pass over the file in blocks of lines; a line's first byte mostly says that it isn't blank."""
+    """Find the rows in one pass over the file, in blocks of lines.
+
+    A line's first byte mostly says that it isn't blank.
+    """
     chunks: list[np.ndarray] = []
     num_blank = 0
     with path.open("rb") as file:
@@ -81,23 +93,31 @@ def _scan(path: Path, size: int, progress: Progress | None) -> tuple[np.ndarray,
 
 
 def _read_sidecar(path: Path, stat: os.stat_result) -> tuple[np.ndarray, int] | None:
-    """The kept offsets, memory-mapped; None where there are none for a file of this size and time."""
+    """Return the kept offsets, memory-mapped, or None if there are none for a file of this size and time."""
     try:
-        kept = np.load(sidecar_path(path), mmap_mode="r", allow_pickle=False)
+        values = np.load(sidecar_path(path), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    if kept.dtype != np.uint64 or kept.ndim != 1 or len(kept) < 6 or kept[-1] != stat.st_size:
+    if values.dtype != np.uint64 or values.ndim != 1 or len(values) < 6 or values[-1] != stat.st_size:
         return None
-    if kept[:3].tolist() != [SIDECAR_FORMAT, stat.st_size, stat.st_mtime_ns]:
+    if values[:3].tolist() != [SIDECAR_FORMAT, stat.st_size, stat.st_mtime_ns]:
         return None
-    return np.asarray(kept[4:]), int(kept[3])
+    return np.asarray(values[4:]), int(values[3])
 
 
 def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:
-    """Unpacks `x.jsonl.gz` to `x.jsonl` beside it, once: a finished `x.jsonl` is used as it is. Written under
-    another name and renamed, so that half a file is never used; a second process that wants the same file
-    waits. Raises ValueError for a broken file, a full disk, a folder that can't be written to, and an
-    `x.jsonl` that is older than the packed file (it is never overwritten)."""
+    """Unpack `x.jsonl.gz` to `x.jsonl` beside it, once. A finished `x.jsonl` is used as it is.
+
+    The file is written under another name and then renamed, so that half a file is never used. A second
+    process that wants the same file waits. An `x.jsonl` is never overwritten.
+
+    Returns:
+        The path of `x.jsonl`.
+
+    Raises:
+        ValueError: For a broken file, a full disk, a folder that can't be written to, and an `x.jsonl` that
+            is older than the packed file.
+    """
     target = packed.with_suffix("")
     partial = target.with_name(target.name + ".partial")
     if target.exists():
@@ -106,14 +126,15 @@ def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:
         remedy = f"remove it and it is unpacked again, or give {target} itself"
         raise ValueError(f"{target} is older than {packed}: {remedy}")
     try:
-        # Open for writing: NFS gives no exclusive lock for less. Not truncated: another process may be at it.
+        # It is opened for writing, because NFS gives no exclusive lock for less. It is not truncated, because
+        # another process may be writing it.
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb") as file:
-            with contextlib.suppress(OSError):  # file systems without locks
+            with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if not os.fstat(file.fileno()).st_nlink:  # whoever had it gave up and removed it
+            if not os.fstat(file.fileno()).st_nlink:  # the process that had the lock has removed the file
                 return unpack_gzip(packed, progress)
             try:
-                if target.exists():  # by the process that had the lock
+                if target.exists():  # the process that had the lock has unpacked it
                     return target
                 file.truncate(0)
                 with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:

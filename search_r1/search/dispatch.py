@@ -1,14 +1,16 @@
-"""What the search client's thread does: which query travels in which request, to which address, and again.
+"""Decide which query of the search client travels in which request, to which address, and which goes again.
 
     accept --equal query under way?--> joins it, with a deadline of its own
        |
        +--> waiting --(all that wait, when an address has room)--> POST /retrieve --> callers' Futures
                ^------ no answer, 5xx, 429, nonsense: elsewhere, until the deadline ----+
 
-While requests are out new queries pile up, to go together in the next one: batches grow with the load and
-nobody waits for a batch to fill. A request without an answer for a share of the deadline is left open and its
-queries are sent once more; the first answer counts. An address that fails is left alone for a while, 0.1 s,
-doubled up to 2 s, or what Retry-After says; then one query sees whether it is back.
+All this happens in the client's thread. While requests are out, new queries pile up, to go together in the
+next one. So batches grow with the load, and nobody waits for a batch to fill.
+
+A request without an answer for a share of the deadline is left open, and its queries are sent once more. The
+first answer counts. An address that fails is left alone for a while: 0.1 s, doubled up to 2 s, or what
+Retry-After says. Then one query sees whether it is back.
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ from search_r1.search.replies import (
 )
 
 MAX_BATCH = 512  # queries in one request
-MIN_SHARE = 32  # fewer waiting queries than this are not dealt out over several addresses
+MIN_SHARE = 32  # fewer waiting queries are not dealt out over several addresses
 MAX_REPLY_BYTES = 256 * 2**20
 SLOTS = 2  # requests that one address gets at a time: while it works on one, the next is on its way
 SINGLE_QUERY_SLOTS = 16  # the same for an address that takes a single query in each request
-# seconds for an address that fails, or a query that breaks its requests
+# Pauses, in seconds, of an address that fails or of a query that breaks its requests.
 FIRST_PAUSE = 0.1
 MAX_PAUSE = 2.0
-MAX_TOLD_PAUSE = 60.0  # seconds; the most that a server's Retry-After is believed
-# another address is asked after 10 times the usual seconds, 1 at least
+MAX_TOLD_PAUSE = 60.0  # seconds; a longer Retry-After of a server is cut to this
+# Another address is asked after USUAL_TIMES times the usual seconds, and after MIN_PATIENCE seconds at least.
 MIN_PATIENCE = 1.0
 USUAL_TIMES = 10.0
 
@@ -55,29 +57,29 @@ Documents: TypeAlias = list[FoundDocument]
 STATISTICS = {
     "shared": 0,  # searches whose query was under way already
     "failed": 0,  # searches that ended in a SearchError
-    "failovers": 0,  # searches that were answered by another address than was asked first
+    "failovers": 0,  # searches that another address answered than was asked first
     "requests": 0,  # HTTP requests that brought an answer
-    "request_seconds": 0.0,  # these took, added up
+    "request_seconds": 0.0,  # the seconds that these took, added up
     "failed_requests": 0,  # HTTP requests that brought none, or none in time
 }
 
 
 @dataclass(eq=False)
 class _Address:
-    """One server. It is up while `num_failures` is 0; `problem` says what is wrong while it is not."""
+    """One server. It is up while `num_failures` is 0. Otherwise `problem` says what is wrong."""
 
     url: str
     in_flight: int = 0
-    num_failures: int = 0  # since its last answer
+    num_failures: int = 0  # failures since its last answer
     paused_until: float = 0.0
     last_used: float = 0.0
     problem: str = ""
     is_unreachable: bool = False  # its last request found no connection
-    takes_single_query: bool = False  # as SkyRL's server
+    takes_single_query: bool = False  # as SkyRL's server does
 
     @property
     def name(self) -> str:
-        """The address for messages: without user and password."""
+        """Return the address for messages, without user and password."""
         split = urlsplit(self.url)
         return urlunsplit(split._replace(netloc=split.netloc.rpartition("@")[2]))
 
@@ -98,24 +100,27 @@ class _Search:
 
     key: Key
     futures: list[Future[Documents]] = field(default_factory=list)
-    requests: list[_PostedBatch] = field(default_factory=list)  # that carry it now
+    requests: list[_PostedBatch] = field(default_factory=list)  # those that carry it now
     first_address: _Address | None = None
     nonsense_from: set[_Address] = field(default_factory=set)
-    limit: int = MAX_BATCH  # the largest batch it may travel in: one that fails is sent again in parts
+    limit: int = MAX_BATCH  # the largest batch it may travel in, since one that fails is sent again in parts
     num_broken: int = 0  # requests that failed with it in a way that may be its own fault
-    problem: str = ""  # of its last request that failed
+    problem: str = ""  # why its last failed request failed
     is_done: bool = False
 
 
 @dataclass(eq=False)
 class _PostedBatch:
-    """One HTTP request under way. `is_single`: in the words of a server that takes one query a request."""
+    """One HTTP request under way.
+
+    `is_single` says that it is in the words of a server that takes one query a request.
+    """
 
     address: _Address
     searches: list[_Search]
     is_single: bool
     started: float
-    is_overdue: bool = False  # nothing came for long: its queries are sent once more
+    is_overdue: bool = False  # nothing came for long, so its queries are sent once more
     timer: asyncio.TimerHandle = field(init=False)
     task: asyncio.Task[tuple[httpx.Response, bytes]] = field(init=False)
 
@@ -126,7 +131,14 @@ class Dispatcher:
     def __init__(
         self, urls: list[str], http: httpx.AsyncClient, timeout: float, keep: Callable[[Key, Documents], None]
     ) -> None:
-        """`timeout`: seconds that a search may take. `keep` is told every answer."""
+        """Create a dispatcher.
+
+        Args:
+            urls: The addresses of the servers.
+            http: The client that sends requests.
+            timeout: Seconds that a search may take.
+            keep: Is told every answer.
+        """
         self.addresses = [_Address(url) for url in urls]
         self.timeout = timeout
         self.statistics: dict[str, float] = dict(STATISTICS)
@@ -135,11 +147,11 @@ class Dispatcher:
         self._open: dict[Key, _Search] = {}
         self._waiting: OrderedDict[_Search, None] = OrderedDict()  # to be sent, in this order
         self._wake: asyncio.TimerHandle | None = None
-        self._usual_seconds: float | None = None  # of a request, smoothed
-        self._jitter = random.Random()  # of its own: a retry must not move anybody's random numbers
+        self._usual_seconds: float | None = None  # the usual seconds of a request, smoothed
+        self._jitter = random.Random()  # its own, so that a retry does not move anybody's random numbers
 
     def accept(self, new: Sequence[tuple[Key, Future[Documents]]], submitted: float) -> None:
-        """Takes searches in. Their deadlines count from `submitted`."""
+        """Take searches in. Their deadlines count from `submitted`."""
         for key, future in new:
             search = self._open.get(key)
             if search is None:
@@ -152,25 +164,25 @@ class Dispatcher:
         self._dispatch()
 
     async def close(self) -> None:
-        """Fails what is open. The end of the loop ends the requests."""
+        """Fail what is open. The end of the loop ends the requests."""
         for search in list(self._open.values()):
             self._finish(search, SearchError("the search client was closed"))
         await self._http.aclose()
 
     def _expire(self, search: _Search, future: Future[Documents]) -> None:
-        """Tells a caller whose time is over what is wrong with each address."""
+        """Tell a caller whose time is over what is wrong with each address."""
         if search.is_done:
             return
-        what = "connection" if all(address.is_unreachable for address in self.addresses) else "answer"
+        missing = "connection" if all(address.is_unreachable for address in self.addresses) else "answer"
         problems = [a.problem or search.problem or f"{a.name}: no answer" for a in self.addresses]
-        error = SearchError(f"no {what} within {self.timeout:g} s ({'; '.join(dict.fromkeys(problems))})")
+        error = SearchError(f"no {missing} within {self.timeout:g} s ({'; '.join(dict.fromkeys(problems))})")
         search.futures.remove(future)
         self._end(future, error)
         if not search.futures:
             self._finish(search, error)
 
     def _finish(self, search: _Search, outcome: Documents | SearchError) -> None:
-        """Ends a search for all its callers, and the requests that nobody waits for any more."""
+        """End a search for all its callers, and the requests that nobody waits for any more."""
         if search.is_done:
             return
         search.is_done = True
@@ -192,20 +204,20 @@ class Dispatcher:
             else:
                 future.set_result(outcome)
 
-    # ---- requests
+    # ---- sending requests
 
     def _dispatch(self) -> None:
-        """Sends what waits to the addresses that have room."""
+        """Send what waits to the addresses that have room."""
         now = _loop().time()
         up = [address for address in self.addresses if not address.num_failures]
         share = max(MIN_SHARE, -(-len(self._waiting) // max(1, len(up))))
         down = [address for address in self.addresses if address.num_failures and not address.in_flight]
         due = [address for address in down if now >= address.paused_until]
-        if up:  # one query each sees whether they are back
+        if up:  # one query to each address that is due sees whether it is back
             for address in due[: len(self._waiting)]:
                 self._start(address, self._take_batch(1))
         while self._waiting:
-            free = [each for each in up or due if (each.has_room if up else not each.in_flight)]
+            free = [server for server in up or due if (server.has_room if up else not server.in_flight)]
             if not free:
                 break
             address = min(free, key=lambda each: (each.num_failures, each.in_flight, each.last_used))
@@ -217,7 +229,7 @@ class Dispatcher:
             self._wake = _loop().call_at(max(now, min(pauses)), self._dispatch)
 
     def _take_batch(self, limit: int) -> list[_Search]:
-        """The searches that go next, at most `limit`, all with one topk."""
+        """Take the searches that go next, at most `limit`, all with one topk."""
         batch: list[_Search] = []
         for search in self._waiting:
             limit = min(limit, search.limit)
@@ -247,7 +259,7 @@ class Dispatcher:
         topk = request.searches[0].key[1]
         fields: dict[str, object] = {"queries": queries, "topk": topk, "return_scores": True}
         if request.is_single:
-            fields["query"] = queries[0]  # beside `queries`: another server may stand there by now
+            fields["query"] = queries[0]  # beside `queries`, because another server may be there by now
         url = request.address.url
         content = json.dumps(fields).encode("ascii")
         headers = {"Content-Type": "application/json"}
@@ -260,7 +272,7 @@ class Dispatcher:
         return response, bytes(body)
 
     def _overdue(self, request: _PostedBatch) -> None:
-        """Nothing came for long: the queries go out once more, while this request stays open."""
+        """Send the queries of a request once more because nothing came for long. The request stays open."""
         seconds = _loop().time() - request.started
         request.is_overdue = True
         request.address.in_flight -= 1
@@ -286,9 +298,9 @@ class Dispatcher:
         except httpx.TransportError as error:
             self._failed(request, f"{address.name}: {reason_of(error)}")
             address.is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            # with a connection: a query may have brought the server down
+            # If there was a connection, a query may have brought the server down.
             self._again(searches, in_parts=not address.is_unreachable)
-        except Exception as error:  # other kinds of httpx, or a mistake of ours: the callers must hear of it
+        except Exception as error:  # another error of httpx, or our own mistake: the callers must hear of it
             reason = error if isinstance(error, SearchError) else reason_of(error)
             self._nonsense(request, searches, f"{address.name}: {reason}")
         else:
@@ -311,7 +323,7 @@ class Dispatcher:
         if not request.is_single and wants_single_query(status, body):
             address.takes_single_query = True
             self._again(searches)
-        elif status in (400, 413, 422) and len(searches) > 1:  # one of them is at fault: the others go on
+        elif status in (400, 413, 422) and len(searches) > 1:  # one of them is at fault, the others go on
             self._again(searches, in_parts=True)
         else:
             for search in searches:
@@ -331,7 +343,7 @@ class Dispatcher:
                 self._finish(search, result)
 
     def _nonsense(self, request: _PostedBatch, searches: list[_Search], problem: str) -> None:
-        """A reply without sense: the fault of the address. A search fails when every address gave such."""
+        """Blame an address for a reply without sense. A search fails when every address gave such a reply."""
         self._failed(request, problem)
         for search in searches:
             search.nonsense_from.add(request.address)
@@ -340,7 +352,7 @@ class Dispatcher:
         self._again(searches)
 
     def _failed(self, request: _PostedBatch, problem: str, told_pause: float | None = None) -> None:
-        """Leaves an address alone for a while, for `told_pause` seconds at least."""
+        """Leave an address alone for a while, for `told_pause` seconds at least."""
         self.statistics["failed_requests"] += 1
         now = _loop().time()
         address = request.address
@@ -357,9 +369,11 @@ class Dispatcher:
             search.problem = problem
 
     def _again(self, searches: list[_Search], in_parts: bool = False, at_the_end: bool = False) -> None:
-        """Lets searches wait again, in front, but for those that another request carries. `in_parts`: in
-        batches of half the size, so that a query that breaks its request ends up alone; then it goes behind
-        the others."""
+        """Let searches wait again, in front, but for those that another request carries.
+
+        With `in_parts` they go in batches of half the size, so that a query that breaks its request ends up
+        alone. Then it goes behind the others.
+        """
         if in_parts:
             for search in searches:
                 search.limit = min(search.limit, -(-len(searches) // 2))

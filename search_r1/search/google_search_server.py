@@ -1,4 +1,4 @@
-"""Search-R1's name of the server over Google's Custom Search: `--api_key KEY --cse_id ID [--snippet_only]`.
+"""Serve Google's Custom Search under Search-R1's name: `--api_key KEY --cse_id ID [--snippet_only]`.
 
 `--api_key` is Google's key here. The key that clients of this server must send is in SEARCH_R1_API_KEY.
 """

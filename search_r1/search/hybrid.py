@@ -3,8 +3,9 @@
     queries -> each backend, in a thread of its own -> its first `depth` documents
             -> score of a document: sum over the backends of 1 / (K + its rank there, from 1)
 
-Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank Learning
-Methods" (2009), whose K it is. Only ranks count, so that scores of different kinds need no scaling.
+The method and the value of K are from Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion outperforms
+Condorcet and individual Rank Learning Methods" (2009). Only ranks count, so scores of different kinds need no
+scaling.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ K = 60
 
 
 class HybridRetriever:
-    """Fuses backends over one corpus. They are called at the same time, each from its own thread."""
+    """A fusion of backends over one corpus. They are called at the same time, each from its own thread."""
 
     def __init__(self, retrievers: list[SearchBackend], depth: int = 100) -> None:
-        """`depth`: documents asked of each backend, or more when a query wants more. Raises ValueError when
-        the backends hold different numbers of documents."""
+        """Fuse backends.
+
+        Args:
+            retrievers: Two backends or more.
+            depth: Documents asked of each backend, or more when a query wants more.
+
+        Raises:
+            ValueError: If the backends hold different numbers of documents, or if there are fewer than two.
+        """
         if len(retrievers) < 2:
             raise ValueError(f"hybrid: found {len(retrievers)} backend, expected at least 2")
         counts = {retriever.num_documents for retriever in retrievers} - {None}
@@ -38,16 +46,20 @@ class HybridRetriever:
         self._threads = ThreadPoolExecutor(len(retrievers), thread_name_prefix="hybrid")
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` documents of all backends, best first, and their fused scores."""
+        """Return each query's best documents of all backends, at most `topk`, and their fused scores."""
         depth = max(topk, self._depth)
-        searches = [self._threads.submit(each.batch_search, queries, depth) for each in self._retrievers]
-        wait(searches)  # also when one fails: the next call must not find another still at work
+        searches = [
+            self._threads.submit(retriever.batch_search, queries, depth) for retriever in self._retrievers
+        ]
+        wait(searches)  # also when one fails, so that the next call finds no other still at work
         rankings = [search.result()[0] for search in searches]
         return best_first((self._fuse(row) for row in zip(*rankings, strict=True)), topk)
 
     def _fuse(self, rankings: Iterable[list[Document]]) -> list[tuple[Document, float]]:
-        """All documents of some rankings of one query, with their scores. A document is the same in two
-        rankings when its row is, or, where there are no rows, its JSON."""
+        """Return all documents of the rankings of one query, with their scores.
+
+        Two rankings have the same document if its row is the same or, where there are no rows, its JSON.
+        """
         documents: dict[int | bytes, Document] = {}
         shares: dict[int | bytes, list[float]] = {}
         for ranking in rankings:

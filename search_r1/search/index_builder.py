@@ -1,4 +1,4 @@
-"""Builds an index: `python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path F`.
+"""Build an index: `python -m search_r1.search.index_builder --retrieval_method bm25 --corpus_path F`.
 
     arguments -> check_arguments (in a moment) -> check_corpus: broken lines, double ids -> exit 2
               -> plan_jobs -> indexing/job.py: builds, resumes -> <save_dir>/...
@@ -8,9 +8,9 @@
     e5 (--faiss_type T)       -> <save_dir>/e5_<T>.index, T = Flat unless told        FAISS file
        ... --save_embedding   -> <save_dir>/e5_exact before, which the file is made from
 
-The flags are those of Search-R1's builder, and some more. Stopped or killed, the same command goes on where
-it was. The server checks the manifest that each index gets against the corpus that it is started with.
-Heavy modules (numba, Java, torch, faiss) are imported when a job runs.
+The flags are those of Search-R1's builder, and some more. If a build is stopped or killed, the same command
+goes on where it was. Each index gets a manifest, and the server checks it against the corpus that it is
+started with. Heavy modules (numba, Java, torch, faiss) are imported when a job runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for flags that can't work and for packages that are missing; loads nothing."""
+    """Raise ValueError for flags that can't work and for packages that are missing. Nothing is loaded."""
     check_at_least(arguments, 1, "max_length")
     check_at_least(arguments, 0, "num_processes")
     check_at_least(arguments, 0.25, "memory_limit_gb")
@@ -91,16 +91,16 @@ def _check_method(arguments: argparse.Namespace) -> None:
     if not arguments.retrieval_method:
         raise ValueError("--retrieval_method is missing: bm25, lucene, or the name of a dense encoder")
     method = arguments.retrieval_method.lower()
-    given = f"found {arguments.retrieval_method!r}"
+    actual = f"found {arguments.retrieval_method!r}"
     if method in SPARSE:
         return check_packages(method)
     if method in ONLINE or "+" in method or "/" in method:
         expected = "bm25, lucene, or one dense encoder's name, like e5 (its files by --model_path)"
-        raise ValueError(f"--retrieval_method: {given}, expected {expected}")
-    near = difflib.get_close_matches(method, (*SPARSE, *DENSE), n=1, cutoff=0.7)
+        raise ValueError(f"--retrieval_method: {actual}, expected {expected}")
+    close_names = difflib.get_close_matches(method, (*SPARSE, *DENSE), n=1, cutoff=0.7)
     model = arguments.model_path or DEFAULT_MODELS.get(method)
-    if near and near[0] != method and (near[0] in SPARSE or model is None):
-        raise ValueError(f"--retrieval_method: {given}; did you mean {near[0]!r}?")
+    if close_names and close_names[0] != method and (close_names[0] in SPARSE or model is None):
+        raise ValueError(f"--retrieval_method: {actual}; did you mean {close_names[0]!r}?")
     if model is None:
         example = "for example intfloat/e5-base-v2"
         raise ValueError(f"--model_path is missing: the encoder for {method!r}, {example}")
@@ -115,20 +115,23 @@ def _check_method(arguments: argparse.Namespace) -> None:
 
 
 def check_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusReport:
-    """Checks the corpus. Raises ValueError that names the first broken lines and double ids."""
+    """Check the corpus and report on it.
+
+    Raises ValueError that names the first broken lines and double ids.
+    """
     checked = check_corpus(arguments.corpus_path, progress=progress)
     sizes = f"{checked.num_documents:,} documents, {checked.num_bytes:,} bytes"
     report(f"{checked.path}: {sizes}, sha256 {checked.sha256}")
     faults = []
-    for found, what, is_allowed in (
+    for group, description, is_allowed in (
         (checked.empty, "documents without text", True),
         (checked.broken, "broken lines; mend or remove them", False),
         (checked.duplicates, "ids that stand in several lines", arguments.allow_duplicate_ids),
     ):
-        text = f"{checked.path} has {found.count:,} {what}: {found}"
-        if found.count and is_allowed:
+        text = f"{checked.path} has {group.count:,} {description}: {group}"
+        if group.count and is_allowed:
             report(f"note: {text}")
-        elif found.count:
+        elif group.count:
             faults.append(text)
     if checked.duplicates.count and not arguments.allow_duplicate_ids:
         faults.append("  (--allow_duplicate_ids builds an index although ids stand in several lines)")
@@ -138,7 +141,10 @@ def check_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusR
 
 
 def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
-    """The indexes to build, in this order. Raises ValueError for vectors of another corpus."""
+    """Return the indexes to build, in this order.
+
+    Raises ValueError for vectors of another corpus.
+    """
     method = arguments.retrieval_method.lower()
     folder = Path(arguments.save_dir)
     num_processes = arguments.num_processes or min(len(os.sched_getaffinity(0)), 8)
@@ -154,11 +160,11 @@ def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
         return build_index(corpus, folder, num_processes, progress)
 
     if method == "bm25":
-        # 1.5 times the corpus while building on real passages; passages of a few words take more.
+        # Building takes 1.5 times the corpus on real passages. Passages of a few words take more.
         return [IndexJob(folder / "bm25", "bm25", {}, build_bm25, needed_bytes=3 * corpus.num_bytes)]
     if method == "lucene":
         return [IndexJob(folder / "lucene", "lucene", {}, build_lucene, needed_bytes=corpus.num_bytes)]
-    # A dense encoder.
+    # What follows is for a dense encoder.
     names = ("retrieval_method", "model_path", "pooling_method", "max_length", "use_fp16", "embedding_path")
     request = {name: getattr(arguments, name) for name in names}
     vectors = Path(arguments.embedding_path) if arguments.embedding_path else None
@@ -195,12 +201,12 @@ def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
         from search_r1.search.dense.faiss_index import INDEX_FILE, build_index
 
         if exact_source is not None:
-            of, stored = open_embeddings(exact_source)
+            source, stored = open_embeddings(exact_source)
         else:
-            of = build_exact(corpus, folder, progress)
-            stored = map_vectors(folder / FILES[of["dtype"]], of["dtype"], of["dimension"])
+            source = build_exact(corpus, folder, progress)
+            stored = map_vectors(folder / FILES[source["dtype"]], source["dtype"], source["dimension"])
         build_index(stored, folder / INDEX_FILE, faiss_type, arguments.faiss_gpu, progress)
-        return {"encoder": of["encoder"], "faiss_type": faiss_type, "dimension": of["dimension"]}
+        return {"encoder": source["encoder"], "faiss_type": faiss_type, "dimension": source["dimension"]}
 
     exact = IndexJob(exact_target, EXACT, request, build_exact)
     if faiss_type == EXACT:
@@ -212,7 +218,15 @@ def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
 
 
 def run(arguments: argparse.Namespace, command: list[str]) -> None:
-    """Checks and builds; the manifest keeps `command`. Raises ValueError for all that the user can mend."""
+    """Check the flags and the corpus, and build the indexes.
+
+    Args:
+        arguments: The parsed flags.
+        command: The command line, which the manifest keeps.
+
+    Raises:
+        ValueError: For all that the user can mend.
+    """
     check_arguments(arguments)
     progress = progress_lines(report)
     checked = check_or_raise(arguments, progress)
@@ -234,31 +248,35 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 built or there already, 2 for the user's mistakes, 1 for what the machine lacks (disk,
-    memory), 130 by Ctrl-C or SIGTERM."""
+    """Run the builder and return its exit status.
+
+    Returns:
+        0 if the index was built or there already, 2 for the user's mistakes, 1 for what the machine lacks
+        (disk, memory), 130 after Ctrl-C or SIGTERM.
+    """
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args(words)
-    before = signal.signal(signal.SIGTERM, _stop)
-    again = "the same command goes on where this one was"
+    old_handler = signal.signal(signal.SIGTERM, _stop)
+    resume_hint = "the same command goes on where this one was"
     try:
         run(arguments, [*PROGRAM, *words])
         return 0
     except KeyboardInterrupt:
-        message = f"stopped; {again}"
+        message = f"stopped; {resume_hint}"
         status = 130
     except ValueError as error:
         message = f"error: {error}"
         status = 2
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        message = f"error: {error.strerror or error}{where}; mend this, and {again}"
+        file_hint = f" ({error.filename})" if error.filename else ""
+        message = f"error: {error.strerror or error}{file_hint}; mend this, and {resume_hint}"
         status = 1
     except (MemoryError, BrokenProcessPool):
-        remedy = f"Give fewer --num_processes or a lower --memory_limit_gb; {again}"
+        remedy = f"Give fewer --num_processes or a lower --memory_limit_gb; {resume_hint}"
         message = f"error: out of memory: a process was killed, or an allocation failed. {remedy}"
         status = 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
     report(message)
     return status
 

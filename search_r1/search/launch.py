@@ -1,12 +1,12 @@
-"""From command line flags to a search backend, for the server, the evaluation and the benchmarks.
+"""Turn command line flags into a search backend, for the server, the evaluation and the benchmarks.
 
     add_backend_arguments(parser) -> flags -> check_backend_arguments (cheap) -> open_retriever (loads)
                                               |                                   |
                                               plan_backends (backend_plan.py)     backends -> hybrid -> rerank
 
 The flags are Search-R1's. What can be told from flags and file names is checked before anything loads,
-because an index may take many minutes to read, and by `main` before anything is installed: this file is
-imported with Python alone.
+because an index may take many minutes to read. `main` checks it even before anything is installed, so this
+file can be imported with Python alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def _setting(default: float, about: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:
-    """How the server gathers queries (serving/batching.py): flags of the same names."""
+    """The settings by which the server gathers queries (serving/batching.py).
+
+    Their flags have the same names.
+    """
 
     max_batch: int = _setting(256, "distinct queries in one call of the backend")
     max_wait_ms: float = _setting(20.0, "longest time a batch is held to grow; 0: never")
@@ -64,7 +67,7 @@ class BatchSettings:
 
 
 def build_server_parser() -> argparse.ArgumentParser:
-    """All flags of the server."""
+    """Return a parser with all flags of the server."""
     parser = argparse.ArgumentParser(prog="python -m search_r1.search.server", description="Retrieval server")
     add_backend_arguments(parser)
     add = parser.add_argument_group("how it is served").add_argument
@@ -80,17 +83,20 @@ def build_server_parser() -> argparse.ArgumentParser:
 
 
 def check_server_arguments(arguments: argparse.Namespace, is_installed: bool = True) -> BatchSettings:
-    """Raises ValueError for flags that can't be served, before anything is loaded."""
+    """Return the batch settings in the flags.
+
+    Raises ValueError for flags that can't be served, before anything is loaded.
+    """
     check_backend_arguments(arguments, is_installed)
-    for name, most in {"topk": MAX_TOPK, "workers": 256}.items():
-        if not 1 <= getattr(arguments, name) <= most:
-            raise ValueError(f"--{name}: found {getattr(arguments, name)}, expected 1 to {most}")
+    for name, maximum in {"topk": MAX_TOPK, "workers": 256}.items():
+        if not 1 <= getattr(arguments, name) <= maximum:
+            raise ValueError(f"--{name}: found {getattr(arguments, name)}, expected 1 to {maximum}")
     names = (field.name for field in dataclasses.fields(BatchSettings))
     return BatchSettings(**{name: getattr(arguments, name) for name in names})
 
 
 def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds all flags that choose and configure a backend."""
+    """Add all flags that choose and configure a backend."""
     add = parser.add_argument_group("what is searched").add_argument
     add("--corpus_path", help='jsonl(.gz) file, lines {"id", "contents"}')
     add("--index_path", help="the index; without it bm25 is built in memory. Hybrid: A,B")
@@ -109,7 +115,7 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hybrid_depth", type=int, default=100, help="documents asked of each (default: 100)")
     add("--reranker_model", help="cross-encoder over what is found; folder or hub name")
     add("--retrieval_topk", type=int, default=10, help="documents that the reranker reads (default: 10)")
-    # Search-R1's reranking server has this name for --topk
+    # Search-R1's reranking server has this name for --topk.
     add("--reranking_topk", type=int, dest="topk", default=argparse.SUPPRESS, help="the same as --topk")
     add("--reranker_batch_size", type=int, default=32, help="pairs at once (default: 32)")
     add("--reranker_max_length", type=int, default=512, help="tokens of a pair (default: 512)")
@@ -125,8 +131,10 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = True) -> None:
-    """Raises ValueError for flags that can't work, before anything is loaded. `is_installed`: also for
-    packages and keys that are missing."""
+    """Raise ValueError for flags that can't work, before anything is loaded.
+
+    With `is_installed`, packages and keys that are missing count as well.
+    """
     counts = ("num_threads", "query_max_length", "faiss_nprobe", "hybrid_depth", "retrieval_topk")
     check_at_least(arguments, 1, *counts, "reranker_batch_size", "reranker_max_length")
     if arguments.corpus_path and not Path(arguments.corpus_path).is_file():
@@ -157,9 +165,15 @@ def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = 
 
 
 def open_retriever(arguments: argparse.Namespace, report: Report = print) -> SearchBackend:
-    """Loads the corpus and the backends. `report` gets lines of progress. From a second to many minutes.
-    Raises ValueError for a broken corpus, an index that does not belong to it, and a model that can't be
-    read."""
+    """Load the corpus and the backends, which takes from a second to many minutes.
+
+    Args:
+        arguments: The flags of `add_backend_arguments`.
+        report: Gets lines of progress.
+
+    Raises:
+        ValueError: For a broken corpus, an index that does not belong to it, and a model that can't be read.
+    """
     from search_r1.search.corpus import Corpus
 
     plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
@@ -238,14 +252,19 @@ def _open_backend(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """For retrieval_launch.sh, before anything is installed: checks the server's flags and prints the extras
-    of setup.py that they need, then "microworld" if the flags name nothing that could be served. Returns the
-    exit status: 2, with the reason on stderr, for flags that can't work."""
+    """Check the server's flags for retrieval_launch.sh, before anything is installed.
+
+    Prints the extras of setup.py that the flags need, then "microworld" if the flags name nothing that could
+    be served.
+
+    Returns:
+        The exit status: 2, with the reason on stderr, for flags that can't work, else 0.
+    """
     arguments = build_server_parser().parse_args(argv)
     named = arguments.corpus_path or arguments.index_path or arguments.retriever_name.lower() != "bm25"
     try:
         if not named:
-            arguments.corpus_path = __file__  # it will be there: any file stands for it
+            arguments.corpus_path = __file__  # any file that exists stands for the corpus to come
         check_server_arguments(arguments, is_installed=False)
         plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What long work has in common: lines of progress for people, and processes that end with their parent."""
+"""Helpers for long work: lines of progress for people, and processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from collections.abc import Callable
 SECONDS = 5.0
 
 Progress = Callable[[str, int, int], None]
-"""Called now and then with (what is being done, how much is done, how much there is)."""
+"""Is called now and then with (what is being done, how much is done, how much there is)."""
 
 
 def progress_lines(report: Callable[[str], None]) -> Progress:
-    """A Progress that reports now and then, and when a stage ends that took long: "bm25: 1,200,000 of
-    21,015,324 (5.7%), 31,002 a second, 10.7 min left". The rate is of work done in this process."""
+    """Return a Progress that reports now and then, and when a stage ends that took long.
+
+    A line is like "bm25: 1,200,000 of 21,015,324 (5.7%), 31,002 a second, 10.7 min left". The rate is that of
+    the work done in this process.
+    """
     current = ""
-    begun = 0.0
+    started = 0.0
     shown = 0.0
     done_before = 0
 
     def progress(stage: str, done: int, total: int) -> None:
-        nonlocal current, begun, shown, done_before
+        nonlocal current, started, shown, done_before
         now = time.monotonic()
         if stage != current:
             current = stage
-            begun = now
+            started = now
             shown = now
             done_before = done
-        seconds = now - begun
+        seconds = now - started
         if now - shown < SECONDS and (done < total or seconds < SECONDS):
             return
         shown = now
@@ -44,7 +47,7 @@ def progress_lines(report: Callable[[str], None]) -> Progress:
 
 
 def end_with_parent() -> None:
-    """Ends this process at once when its parent is gone: killed, it could not say so."""
+    """End this process at once when its parent is gone, because a parent that is killed can't tell it to."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()

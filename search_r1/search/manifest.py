@@ -3,9 +3,9 @@
     builder -> write_manifest, the last thing written -> <folder>/manifest.json or <file>.manifest.json
     server  -> check_manifest(index, corpus): other corpus, other backend, half an index -> ValueError
 
-An index answers with row numbers: with another corpus these point at other passages, and nothing else would
-tell. One without a manifest was built elsewhere (Search-R1's FAISS files, Pyserini's folders): then all that
-can be compared is the number of documents.
+An index answers with row numbers. With another corpus these point at other passages, and nothing else would
+tell. An index without a manifest was built elsewhere (Search-R1's FAISS files, Pyserini's folders). Then only
+the numbers of documents can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # both need packages, and who only reads a manifest may have none yet
+if TYPE_CHECKING:  # both need packages, which a program that only reads a manifest may not have yet
     from search_r1.search.corpus import Corpus
     from search_r1.search.long_work import Progress
 
@@ -28,12 +28,14 @@ COMPARED = ("num_documents", "num_bytes", "sample_sha256")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known about an index.
+    """The facts about an index.
 
-    backend: "bm25", "lucene", "exact", "faiss".
-    corpus: `Corpus.fingerprint()`, and from the index builder also `sha256` (of the whole file) and `name`.
-    parameters: what the backend says about itself (model, pooling, k1, ...).
-    built: `files` (name: bytes), set by `write_manifest`; the index builder adds `seconds` and `command`.
+    Attributes:
+        backend: "bm25", "lucene", "exact" or "faiss".
+        corpus: `Corpus.fingerprint()`, and from the index builder also `sha256` (of the whole file) and
+            `name`.
+        parameters: What the backend says about itself (model, pooling, k1, ...).
+        built: `files` (name: bytes), set by `write_manifest`. The index builder adds `seconds` and `command`.
     """
 
     backend: str
@@ -43,13 +45,13 @@ class Manifest:
 
 
 def manifest_path(index_path: str | Path) -> Path:
-    """Where the manifest of an index is: in a folder, beside a file."""
+    """Return where the manifest of an index is: in a folder, beside a file."""
     path = Path(index_path)
     return path / "manifest.json" if path.is_dir() else path.with_name(path.name + ".manifest.json")
 
 
 def write_manifest(index_path: str | Path, manifest: Manifest) -> None:
-    """Writes the manifest of a complete index atomically, with the sizes of the files that are there now."""
+    """Write the manifest of a complete index atomically, with the sizes of the files that are there now."""
     index_path = Path(index_path)
     target = manifest_path(index_path)
     folder = index_path if index_path.is_dir() else index_path.parent
@@ -69,7 +71,10 @@ def write_manifest(index_path: str | Path, manifest: Manifest) -> None:
 
 
 def read_manifest(index_path: str | Path) -> Manifest | None:
-    """The manifest of an index, None where there is none. Raises ValueError for one that can't be read."""
+    """Return the manifest of an index, or None if there is none.
+
+    Raises ValueError for a manifest that can't be read.
+    """
     path = manifest_path(index_path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -92,9 +97,18 @@ def check_manifest(
     full: bool = False,
     progress: Progress | None = None,
 ) -> Manifest | None:
-    """Raises ValueError unless the index is whole, of `expected_backend`, and was built for `corpus`: by its
-    `fingerprint`, and if `full` by the hash of the whole file (10 to 30 s for 14 GB). None: there is no
-    manifest."""
+    """Raise ValueError unless the index is whole and was built for `corpus`.
+
+    Args:
+        index_path: The index.
+        corpus: The corpus. It is compared by its `fingerprint`.
+        expected_backend: The backend that the index must be for. None means any.
+        full: Compare the hash of the whole corpus file as well (10 to 30 s for 14 GB).
+        progress: Is told how far the hashing is.
+
+    Returns:
+        The manifest, or None if there is none.
+    """
     index_path = Path(index_path)
     manifest = read_manifest(index_path)
     if manifest is None:
@@ -109,29 +123,29 @@ def check_manifest(
     is_same = all(manifest.corpus.get(name) == fingerprint[name] for name in COMPARED)
     if is_same and full:
         if "sha256" not in manifest.corpus:
-            where = manifest_path(index_path)
-            raise ValueError(f"{where}: has no hash of the whole corpus; build the index again")
+            path = manifest_path(index_path)
+            raise ValueError(f"{path}: has no hash of the whole corpus; build the index again")
         is_same = manifest.corpus["sha256"] == corpus.sha256(progress)
     if is_same:
         return manifest
-    built, ours = (
-        f"{of['num_documents']:,} documents, {of['num_bytes']:,} bytes, hash {of['sample_sha256'][:12]}"
-        for of in (manifest.corpus, fingerprint)
+    built, given = (
+        f"{info['num_documents']:,} documents, {info['num_bytes']:,} bytes, hash {info['sample_sha256'][:12]}"
+        for info in (manifest.corpus, fingerprint)
     )
     words = list(manifest.built.get("command") or [])
-    again = "remove it, and start again"
+    remedy = "remove it, and start again"
     if "--corpus_path" in words[:-1]:
         words[words.index("--corpus_path") + 1] = str(corpus.path)
-        again = f"`{shlex.join(words if '--overwrite' in words else [*words, '--overwrite'])}`"
+        remedy = f"`{shlex.join(words if '--overwrite' in words else [*words, '--overwrite'])}`"
     raise ValueError(
         f"{index_path} was built for the corpus {manifest.corpus.get('name', '(name not known)')} ({built}), "
-        f"the corpus given is {corpus.path} ({ours}). "
-        f"Give the right one by --corpus_path, or build the index again: {again}"
+        f"the corpus given is {corpus.path} ({given}). "
+        f"Give the right one by --corpus_path, or build the index again: {remedy}"
     )
 
 
 def check_files(index_path: Path, manifest: Manifest) -> None:
-    """Raises ValueError when a file of the index is missing or has another size than was written."""
+    """Raise ValueError if a file of the index is missing or has another size than was written."""
     folder = index_path if index_path.is_dir() else index_path.parent
     for name, size in manifest.built.get("files", {}).items():
         path = folder / name

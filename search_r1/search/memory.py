@@ -1,4 +1,4 @@
-"""What memory and disk still hold, and sizes for people."""
+"""Free memory and disk space, and sizes for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ CGROUPS = (
 
 
 def available_bytes() -> int:
-    """Bytes that this process may still take: file cache counts as free, limits of a container are heeded."""
+    """Return the bytes that this process may still take.
+
+    File cache counts as free, and the limits of a container are heeded.
+    """
 
     def read_table(path: Path) -> dict[str, int]:
         return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
@@ -24,14 +27,14 @@ def available_bytes() -> int:
         sizes.append(read_table(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
     for folder, limit, used in CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
-            left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
+            remaining = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
             table = read_table(Path(folder, "memory.stat"))
-            sizes.append(max(0, left + table.get("total_inactive_file", table.get("inactive_file", 0))))
+            sizes.append(max(0, remaining + table.get("total_inactive_file", table.get("inactive_file", 0))))
     return min(sizes)
 
 
 def format_bytes(size: float) -> str:
-    """For people: "3.2 GB" (10^9 bytes)."""
+    """Return a size for people: "3.2 GB" (10^9 bytes)."""
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
@@ -40,7 +43,7 @@ def format_bytes(size: float) -> str:
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raises ValueError when the disk of `folder` has less left than an index takes while it is built."""
+    """Raise ValueError if the disk of `folder` has less left than an index takes while it is built."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise ValueError(
@@ -50,8 +53,10 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def check_fits(path: Path, num_bytes: int, advice: str) -> str:
-    """A line about an index of which every search reads `num_bytes`. Raises ValueError when memory can't hold
-    them."""
+    """Return a line about an index of which every search reads `num_bytes`.
+
+    Raises ValueError if memory can't hold them.
+    """
     free = available_bytes()
     size = f"{path}: {format_bytes(num_bytes)}, memory-mapped; {format_bytes(free)} of memory are available"
     if num_bytes > free:

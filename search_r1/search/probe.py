@@ -1,4 +1,4 @@
-"""What the checks before a run ask of the search side: servers, the corpus that is meant, an index.
+"""Look at the search side for the checks before a run: servers, the corpus that is meant, an index.
 
 Servers are asked with the trainer's own client, so that proxies, keys and addresses count as in training.
 """
@@ -29,8 +29,11 @@ SEARCH_SECONDS = 10.0
 class ServerState:
     """One retrieval server as this machine sees it.
 
-    url: without user and password. problem: why a search got no documents. addresses: what its host's name
-    resolves to. health: what GET /health says; {} of a server without it, such as Search-R1's own.
+    Attributes:
+        url: The address without user and password.
+        problem: Why a search got no documents.
+        addresses: What its host's name resolves to.
+        health: What GET /health says. It is {} for a server without it, such as Search-R1's own.
     """
 
     url: str
@@ -40,24 +43,27 @@ class ServerState:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is on this machine."""
+        """Return whether the server is on this machine."""
         return any(map(_is_own, self.addresses))
 
     @property
     def corpus(self) -> dict[str, Any] | None:
-        """`file_identity` of its corpus; None where it does not say it in our words."""
+        """Return `file_identity` of its corpus, or None if the server does not give it in our words."""
         corpus = self.health.get("corpus")
         is_ours = isinstance(corpus, dict) and {"num_bytes", "sample_sha256"} <= corpus.keys()
         return corpus if is_ours else None
 
 
 class RetrievalProbe:
-    """Handed to the preflight by the program; each machine of a run uses it."""
+    """The view of the search side that the program hands to the preflight. Each machine of a run uses it."""
 
     def servers(
         self, urls: str | Sequence[str], topk: int, timeout: float, use_proxy: bool
     ) -> list[ServerState]:
-        """Asks each server for its health and one search, all at once. ValueError: an address is none."""
+        """Ask each server for its health and one search, all at once.
+
+        Raises ValueError for what is no address.
+        """
 
         def look(url: str) -> ServerState:
             split = urlsplit(url)
@@ -77,8 +83,14 @@ class RetrievalProbe:
     corpus = staticmethod(file_identity)
 
     def index(self, path: str) -> tuple[int, bool]:
-        """(bytes, whether it is dense and searched on GPUs where there are some) of an index for a server.
-        ValueError: it is not whole, or none."""
+        """Return the size of an index for a server, and whether it is searched on GPUs.
+
+        Returns:
+            (bytes, whether it is dense and searched on GPUs where there are some).
+
+        Raises:
+            ValueError: If the index is not whole, or if there is none.
+        """
         folder = Path(path)
         kind = holds(folder)
         if kind in ("nothing", "begun", "lfs", "unknown"):
@@ -104,14 +116,14 @@ def _health(url: str, use_proxy: bool) -> dict[str, Any]:
 
 
 def _resolve(host: str) -> tuple[str, ...]:
-    """The addresses of a name; () for one that is not known."""
+    """Return the addresses of a name, or () for one that is not known."""
     with contextlib.suppress(OSError, UnicodeError):
         return tuple(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
     return ()
 
 
 def _is_own(address: str) -> bool:
-    """Whether an IP address is one of this machine's: nobody else can listen there."""
+    """Return whether an IP address is one of this machine's. Nobody else can listen there."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         with contextlib.suppress(OSError):
             probe.bind((address, 0))

@@ -1,8 +1,9 @@
-"""What retrieval servers answer: documents, refusals, and why a request failed, as text for people.
+"""Read what retrieval servers answer: documents, refusals, and why a request failed, as text for people.
 
     bytes of a reply --parse_reply--> per query: documents, or a SearchError that says what is wrong with them
 
-Reads the replies of all Search-R1's servers: documents with or without scores, as objects or plain strings.
+The replies of all Search-R1's servers are understood: documents with or without scores, as objects or plain
+strings.
 """
 
 from __future__ import annotations
@@ -15,35 +16,50 @@ import ssl
 from collections.abc import Mapping
 from typing import TypedDict
 
-SHOWN_CHARS = 200  # of what a server said, in an error
+SHOWN_CHARS = 200  # the most characters of a server's text in an error
 
 
 class FoundDocument(TypedDict):
-    """A document as the agent sees it. `contents`: `"Title"` line, then text. `score`: None if not given."""
+    """A document as the agent sees it.
+
+    Attributes:
+        contents: A line with the `"Title"`, then the text.
+        score: None if the server gave none.
+    """
 
     contents: str
     score: float | None
 
 
 class SearchError(RuntimeError):
-    """A search got no usable answer until its deadline, or was refused. Says what the server said."""
+    """The error of a search that got no usable answer until its deadline, or was refused.
+
+    It says what the server said.
+    """
 
 
 def without_surrogates(text: str) -> str:
-    """The text with "?" for each half of a surrogate pair: no tokenizer and no file takes such a half."""
+    """Return the text with "?" for each half of a surrogate pair.
+
+    No tokenizer and no file takes such a half.
+    """
     return text.encode("utf-8", "replace").decode()
 
 
 def parse_document(item: object) -> FoundDocument:
-    """A document from what servers send: `{"document": ..., "score": s}`, the document alone, or a string."""
+    """Return a document from what servers send.
+
+    That is `{"document": ..., "score": s}`, the document alone, or a string. Raises SearchError for a
+    document without a text.
+    """
     score = None
     if isinstance(item, dict) and "document" in item:
         score = item.get("score")
         item = item["document"]
     contents = item.get("contents") if isinstance(item, dict) else item
     if not isinstance(contents, str):
-        what = f"fields {sorted(item)}" if isinstance(item, dict) else f"a {type(item).__name__}"
-        raise SearchError(f"the reply has a document without 'contents' (text): found {what}")
+        actual = f"fields {sorted(item)}" if isinstance(item, dict) else f"a {type(item).__name__}"
+        raise SearchError(f"the reply has a document without 'contents' (text): found {actual}")
     number = None
     with contextlib.suppress(OverflowError):  # JSON has integers of any length
         number = float(score) if isinstance(score, int | float) else None
@@ -51,7 +67,10 @@ def parse_document(item: object) -> FoundDocument:
 
 
 def parse_reply(body: bytes, num_queries: int) -> list[list[FoundDocument] | SearchError]:
-    """Per query its documents, or what is wrong with one of them. Raises SearchError for another reply."""
+    """Return for each query its documents, or a SearchError that says what is wrong with one of them.
+
+    Raises SearchError for a reply of another form.
+    """
     try:
         reply = json.loads(body)
     except (ValueError, RecursionError):
@@ -72,15 +91,17 @@ def parse_reply(body: bytes, num_queries: int) -> list[list[FoundDocument] | Sea
 
 
 def wants_single_query(status: int, body: bytes) -> bool:
-    """Whether a reply is the refusal of a server that takes one `query` a request, as SkyRL's does."""
+    """Return whether a reply is the refusal of a server that takes one `query` a request, as SkyRL's does."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         return status == 422 and any(item["loc"] == ["body", "query"] for item in json.loads(body)["detail"])
     return False
 
 
 def error_text(body: bytes) -> str:
-    """What a server says is wrong: `detail` (FastAPI), `error` (SerpAPI), `error.message` (Google), or the
-    start of the body. One line."""
+    """Return in one line what a server says is wrong.
+
+    That is `detail` (FastAPI), `error` (SerpAPI), `error.message` (Google), or the start of the body.
+    """
     try:
         reply = json.loads(body)
         while isinstance(reply, dict) and (
@@ -94,7 +115,7 @@ def error_text(body: bytes) -> str:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds of a Retry-After header; None if there is none that is a number."""
+    """Return the seconds of a Retry-After header, or None if there is none that is a number."""
     with contextlib.suppress(ValueError):
         seconds = float(headers.get("retry-after", ""))
         return max(0.0, seconds) if seconds < float("inf") else None
@@ -102,8 +123,11 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of the cause that lies deepest: "refused the connection" rather than "All attempts failed". Of
-    several attempts, as to each address of a name, one that was refused: there is such a machine."""
+    """Return the text of the deepest cause: "refused the connection" rather than "All attempts failed".
+
+    Of several attempts, as to each address of a name, a refused one is taken, because there is such a
+    machine.
+    """
     while True:
         attempts = getattr(error, "exceptions", ())
         refused = [attempt for attempt in attempts if isinstance(attempt, ConnectionRefusedError)]

@@ -3,8 +3,9 @@
     queries -> backend: its first max(retrieval_topk, topk) documents
             -> (query, contents) pairs of all queries, sorted by length, in batches -> logits -> the best topk
 
-Nogueira and Cho, "Passage Re-ranking with BERT" (2019). Any AutoModelForSequenceClassification with one logit
-(cross-encoder/ms-marco-MiniLM-L12-v2, BAAI/bge-reranker-base) or two (the second says "relevant").
+The method is that of Nogueira and Cho, "Passage Re-ranking with BERT" (2019). Any
+AutoModelForSequenceClassification will do that has one logit (cross-encoder/ms-marco-MiniLM-L12-v2,
+BAAI/bge-reranker-base) or two (the second says "relevant").
 """
 
 from __future__ import annotations
@@ -19,16 +20,25 @@ from search_r1.search.dense.packed_bert import first_position
 from search_r1.search.replies import without_surrogates
 from search_r1.search.retriever import SearchBackend, SearchResult, best_first
 
-DECIMALS = 4  # of a logit: a pair's last bits depend on the pairs that it is batched with, its place must not
+# The decimals of a logit. A pair's last bits depend on the pairs that it is batched with. Its rank must not.
+DECIMALS = 4
 
 
 class CrossEncoder:
-    """A loaded cross-encoder. One thread at a time."""
+    """A loaded cross-encoder. It is used by one thread at a time."""
 
     def __init__(self, model: str, batch_size: int = 32, max_length: int = 512, device: str | None = None):
-        """`batch_size`: pairs at once. `max_length`: tokens of a pair. `device`: "cpu", "cuda", ...; None:
-        the first GPU if there is one. Raises ValueError for a model that can't be read or is no
-        cross-encoder."""
+        """Load a cross-encoder.
+
+        Args:
+            model: A folder or a hub name.
+            batch_size: Pairs at once.
+            max_length: The most tokens of a pair.
+            device: "cpu", "cuda", ... None means the first GPU if there is one, else the CPU.
+
+        Raises:
+            ValueError: For a model that can't be read or is no cross-encoder.
+        """
         self.model = model
         self._batch_size = batch_size
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -41,8 +51,8 @@ class CrossEncoder:
         config = network.config
         if missing := sorted(info["missing_keys"]):
             example = "One is cross-encoder/ms-marco-MiniLM-L12-v2"
-            what = f"{model} is no cross-encoder: it has no weights for {missing[0]}"
-            raise ValueError(f"--reranker_model: {what}. {example}")
+            problem = f"{model} is no cross-encoder: it has no weights for {missing[0]}"
+            raise ValueError(f"--reranker_model: {problem}. {example}")
         if config.num_labels > 2:
             expected = "expected 1 or 2: how relevant a passage is"
             raise ValueError(f"--reranker_model: {model} has {config.num_labels} labels, {expected}")
@@ -50,19 +60,25 @@ class CrossEncoder:
         self._network = network.to(device=self.device, dtype=dtype).eval()
         positions = getattr(config, "max_position_embeddings", max_length)
         self._max_length = min(max_length, positions - first_position(config.model_type))
-        # What sentence-transformers puts on the logits: a sigmoid, unless the config names another class.
-        named = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
-        named = named or getattr(config, "sbert_ce_default_activation_function", None)
-        self._sigmoid = "Identity" not in str(named)
+        # sentence-transformers puts a sigmoid on the logits, unless the config names another class.
+        activation = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+        activation = activation or getattr(config, "sbert_ce_default_activation_function", None)
+        self._sigmoid = "Identity" not in str(activation)
 
     def score(self, pairs: list[tuple[str, str]]) -> list[float]:
-        """A score for each (query, passage): a logit, or its sigmoid where the model's card has it so."""
+        """Return a score for each (query, passage).
+
+        It is a logit, or its sigmoid where the model's card has it so.
+        """
         logits = self.logits(pairs)
         return (logits.sigmoid() if self._sigmoid else logits).tolist()
 
     @torch.inference_mode()
     def logits(self, pairs: list[tuple[str, str]]) -> torch.Tensor:
-        """[N] float64, rounded to DECIMALS. Of two logits the difference: the log odds of "relevant"."""
+        """Return the logits of pairs: [N] float64, rounded to DECIMALS.
+
+        If the model has two logits, the result is their difference, the log odds of "relevant".
+        """
         logits = torch.empty(len(pairs), dtype=torch.float64)
         if not pairs:
             return logits
@@ -78,7 +94,7 @@ class CrossEncoder:
         return logits.round(decimals=DECIMALS)
 
     def _cut(self, queries: set[str]) -> dict[str, str]:
-        """Each query, cut to half of what the model reads, so that the passage has the other half."""
+        """Return each query, cut to half of what the model reads, so that the passage has the other half."""
         clean = {query: without_surrogates(query) for query in queries}
         options = {"add_special_tokens": False, "truncation": True, "return_offsets_mapping": True}
         tokens = self._tokenizer(list(clean.values()), max_length=self._max_length // 2, **options)
@@ -87,10 +103,14 @@ class CrossEncoder:
 
 
 class RerankRetriever:
-    """Reorders what another backend finds. Its scores are the cross-encoder's."""
+    """A retriever that reorders what another backend finds. Its scores are the cross-encoder's."""
 
     def __init__(self, inner: SearchBackend, encoder: CrossEncoder, retrieval_topk: int = 10) -> None:
-        """`retrieval_topk`: documents read for each query, or more when a query wants more."""
+        """Put a cross-encoder over a backend.
+
+        `retrieval_topk` is the number of documents that it reads for each query, or more when a query wants
+        more.
+        """
         self._inner = inner
         self._encoder = encoder
         self._depth = retrieval_topk
@@ -98,10 +118,12 @@ class RerankRetriever:
         self.num_documents = inner.num_documents
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` documents, best first, ties by row, and their new scores."""
+        """Return for each query at most `topk` documents, best first, ties by row, and their new scores."""
         candidates, _ = self._inner.batch_search(queries, max(topk, self._depth))
         rows = zip(queries, candidates, strict=True)
-        scores = iter(self._encoder.score([(query, found.contents) for query, row in rows for found in row]))
+        scores = iter(
+            self._encoder.score([(query, candidate.contents) for query, row in rows for candidate in row])
+        )
         scored = ([(document, next(scores)) for document in row] for row in candidates)
         return best_first(scored, topk)
 

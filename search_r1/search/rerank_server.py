@@ -1,4 +1,4 @@
-"""Search-R1's reranker as a server of its own: POST /rerank on port 6980, Search-R1's flags and JSON.
+"""Serve Search-R1's reranker on its own: POST /rerank on port 6980, with Search-R1's flags and JSON.
 
     {"queries": [str], "documents": [[{"contents": ...} or {"document": {...}}]], "rerank_topk": int?,
      "return_scores": bool?}
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def create_app(encoder: CrossEncoder, rerank_topk: int) -> FastAPI:
-    """The server over a cross-encoder. `rerank_topk`: documents per query when a request does not say."""
+    """Return the server over a cross-encoder.
+
+    `rerank_topk` is the number of documents per query when a request does not say.
+    """
     from fastapi import Body, FastAPI, HTTPException
 
     app = FastAPI(title="Search-R1 rerank server", docs_url=None, redoc_url=None)
@@ -63,7 +66,11 @@ def create_app(encoder: CrossEncoder, rerank_topk: int) -> FastAPI:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serves until interrupted. Returns the exit status: 2 for a mistake in the flags."""
+    """Serve until interrupted.
+
+    Returns:
+        The exit status: 2 for a mistake in the flags, else 0.
+    """
     from search_r1.search.backend_plan import check_at_least, check_model_folder, check_packages
 
     parser = argparse.ArgumentParser(description="Rerank server")

@@ -22,7 +22,11 @@ MAX_QUESTIONS = 512
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints what is retrieved. Returns the exit status: 2 for a mistake in the flags or the files."""
+    """Print what is retrieved.
+
+    Returns:
+        The exit status: 2 for a mistake in the flags or the files, else 0.
+    """
     from search_r1.search.launch import add_backend_arguments, check_backend_arguments, open_retriever
 
     parser = argparse.ArgumentParser(description="Retrieval for the questions of a data set")

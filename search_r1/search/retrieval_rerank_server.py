@@ -1,7 +1,7 @@
-"""Search-R1's name of the server that reranks: e5, then a cross-encoder over the first --retrieval_topk.
+"""Serve e5 under Search-R1's name, and rerank: a cross-encoder reads the first --retrieval_topk documents.
 
-The flags are those of `search_r1.search.server`; `--reranking_topk` is its `--topk`. It sends
-documents as objects; Search-R1's sends strings, which its own training can't read.
+The flags are those of `search_r1.search.server`, where `--reranking_topk` is another name of `--topk`. This
+server sends documents as objects. Search-R1's sends strings, which its own training can't read.
 """
 
 import sys

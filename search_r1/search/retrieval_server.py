@@ -1,6 +1,6 @@
-"""Search-R1's name of the retrieval server: `python search_r1/search/retrieval_server.py --index_path ...`.
+"""Serve retrieval under Search-R1's name: `python search_r1/search/retrieval_server.py --index_path ...`.
 
-The flags are those of `search_r1.search.server`; as in Search-R1 the encoder is e5 if no other is named.
+The flags are those of `search_r1.search.server`. As in Search-R1, the encoder is e5 if no other is named.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What every search backend is: queries in, documents and scores out.
+"""The interface of every search backend: queries in, documents and scores out.
 
     [query, ...] -> SearchBackend.batch_search(queries, topk) -> [[Document, ...], ...], [[score, ...], ...]
 
@@ -16,9 +16,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One passage. `json`: a JSON object in UTF-8, without a line break, with `contents` (str: `"Title"`
-    line, then text). `row`: its line in the corpus, from 0 without blank lines; None for a page that is in no
-    corpus.
+    """One passage.
+
+    Attributes:
+        json: A JSON object in UTF-8, without a line break. Its field `contents` is a string: a line with the
+            `"Title"`, then the text.
+        row: The document's line in the corpus, from 0, not counting blank lines. It is None for a page that
+            is in no corpus.
 
     Example: Document(b'{"id": "7", "contents": "\\\\"Rome\\\\"\\\\nRome is a city."}', row=7).contents
     """
@@ -28,17 +32,20 @@ class Document:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], row: int | None = None) -> Document:
-        """A document from its decoded fields (ASCII JSON, so that any text survives)."""
+        """Return a document from its decoded fields. It is ASCII JSON, so that any text survives."""
         return cls(json.dumps(fields, separators=(",", ":")).encode("ascii"), row)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The decoded JSON; decoded at each call."""
+        """Return the decoded JSON. It is decoded at each call."""
         return json.loads(self.json)
 
     @property
     def contents(self) -> str:
-        """The text: first line the title in quotation marks, then the passage. Decoded at each call."""
+        """Return the text: a line with the title in quotation marks, then the passage.
+
+        It is decoded at each call.
+        """
         return self.fields["contents"]
 
 
@@ -47,7 +54,7 @@ SearchResult = tuple[list[list[Document]], list[list[float]]]
 
 
 def best_first(scored: Iterable[list[tuple[Document, float]]], topk: int) -> SearchResult:
-    """The best `topk` of each query's documents; ties are ordered by row."""
+    """Return the best `topk` of each query's documents, with ties ordered by row."""
 
     def place(pair: tuple[Document, float]) -> tuple[float, float]:
         return -pair[1], math.inf if pair[0].row is None else pair[0].row
@@ -59,12 +66,13 @@ def best_first(scored: Iterable[list[tuple[Document, float]]], topk: int) -> Sea
 class SearchBackend(Protocol):
     """A search backend. Its methods are called from one thread at a time.
 
-    num_documents: None if not known (an online search engine).
-    batch_search: for each query at most `topk` (>= 1) documents, best first, and their scores. The same query
-        always gets the same answer, whatever else is in the batch: ties are ordered by row. Raises
-        RetrievalUnavailable when an engine behind this one doesn't answer.
-    describe: what is loaded, for people: JSON values only (backend, index and model, sizes).
-    close: gives back files, threads and memory. May be called twice.
+    - `num_documents` is None if it is not known, as for an online search engine.
+    - `batch_search` returns for each query at most `topk` (>= 1) documents, best first, and their scores. The
+      same query always gets the same answer, whatever else is in the batch. Ties are ordered by row. It
+      raises RetrievalUnavailable if an engine behind this backend doesn't answer.
+    - `describe` says what is loaded, for people. It returns JSON values only (backend, index and model,
+      sizes).
+    - `close` gives back files, threads and memory. It may be called twice.
     """
 
     name: str
@@ -77,4 +85,7 @@ class SearchBackend(Protocol):
 
 
 class RetrievalUnavailable(RuntimeError):
-    """The backend can't answer now (an online engine is down or over its limit). The server says 503."""
+    """The error of a backend that can't answer now, because an online engine is down or over its limit.
+
+    The server answers it with 503.
+    """

@@ -1,4 +1,4 @@
-"""Search-R1's name of the server over SerpAPI: `--search_url URL --serp_api_key KEY [--topk 3]`."""
+"""Serve SerpAPI under Search-R1's name: `--search_url URL --serp_api_key KEY [--topk 3]`."""
 
 import sys
 from pathlib import Path

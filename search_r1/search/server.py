@@ -4,10 +4,12 @@
         -> {"result": [[{"document": {"contents": ..., ...}, "score": float}, ...], ...]}   one list per query
            (without return_scores: lists of plain documents)
 
-The JSON and the flags are Search-R1's; serving/app.py lists the other routes. The backend is loaded in the
-background: until it is there `/health` says "loading" and `/retrieve` answers 503. SIGTERM and Ctrl-C stop
-it: open requests are answered, for at most SHUTDOWN_SECONDS, and the exit status is 0. With `--workers N` the
-parent loads the backend once, which finds what can't be loaded; then it starts N processes on the port.
+The JSON and the flags are Search-R1's. serving/app.py lists the other routes.
+
+The backend is loaded in the background. Until it is there, `/health` says "loading" and `/retrieve` answers
+503. SIGTERM and Ctrl-C stop the server: open requests are answered, for at most SHUTDOWN_SECONDS, and the
+exit status is 0. With `--workers N` the parent loads the backend once, which finds what can't be loaded. Then
+it starts N processes on the port.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from search_r1.search.retriever import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
 
-if TYPE_CHECKING:  # these are slow to import; mistakes in the flags are told before
+if TYPE_CHECKING:  # it is slow to import, and mistakes in the flags are reported before
     import uvicorn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SHUTDOWN_SECONDS = 5  # given to open requests when the server is stopped; a client may never finish its own
+SHUTDOWN_SECONDS = 5  # the time of open requests after a stop, as a client may never finish its own
 BACKLOG = 2048
-SECONDS_TO_END = 3  # given to a worker process beyond that
+SECONDS_TO_END = 3  # the time of a worker process beyond that
 SECONDS_TO_RESTART = 0.5
 COULD_NOT_LOAD = 3  # exit status of a worker process that would fail again
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -62,9 +64,12 @@ UVICORN: dict[str, Any] = {
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a taken port is one clear error. Raises ValueError."""
+    """Return a bound socket, so that a taken port is one clear error.
+
+    Raises ValueError if the port or the host can't be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named asyncio switches Nagle's algorithm off; without it a reply can wait 40 ms.
+    # If the protocol is named, asyncio switches Nagle's algorithm off. Otherwise a reply can wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -76,7 +81,10 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def create_service(arguments: argparse.Namespace) -> RetrievalService:
-    """The service that the flags ask for, not loaded yet. Raises ValueError for a wrong flag."""
+    """Return the service that the flags ask for, not loaded yet.
+
+    Raises ValueError for a wrong flag.
+    """
     settings = check_server_arguments(arguments)
 
     def load() -> SearchBackend:
@@ -98,13 +106,13 @@ def create_service(arguments: argparse.Namespace) -> RetrievalService:
 
 
 def uses_gpu() -> bool:
-    """Whether a backend of this process has begun to use CUDA."""
+    """Return whether a backend of this process has begun to use CUDA."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
 
 
 def create_server(service: RetrievalService) -> uvicorn.Server:
-    """The uvicorn server of a service; `serve` and the tests run it."""
+    """Return the uvicorn server of a service, for `serve` and the tests to run."""
     import uvicorn
 
     from search_r1.search.serving.app import create_app
@@ -113,14 +121,18 @@ def create_server(service: RetrievalService) -> uvicorn.Server:
 
 
 def serve(service: RetrievalService, listener: socket.socket, stopped: threading.Event) -> int:
-    """Loads and serves until a signal comes, or has come: `stopped`. Returns the exit status: 2 when a file
-    or a flag is wrong, 1 when the backend can't be loaded for another reason."""
+    """Load the service and serve until a signal comes. If `stopped` is set, a signal has come already.
+
+    Returns:
+        The exit status: 2 if a file or a flag is wrong, 1 if the backend can't be loaded for another reason,
+        else 0.
+    """
     server = create_server(service)
 
     def stop(*_: object) -> None:
         server.should_exit = True
 
-    # uvicorn has handlers of its own, and raises the signal again when it is done; that has to end here.
+    # uvicorn has handlers of its own, and raises the signal again when it is done. These handlers catch it.
     for number in SIGNALS:
         signal.signal(number, stop)
     if stopped.is_set():
@@ -131,8 +143,11 @@ def serve(service: RetrievalService, listener: socket.socket, stopped: threading
 
 
 def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -> int:
-    """Serves with several processes until a signal comes; one that dies is started again. Returns the exit
-    status, as `serve` does; 1 also where a process finds a file wrong that was right at first."""
+    """Serve with several processes until a signal comes. A process that dies is started again.
+
+    Returns:
+        The exit status, as of `serve`. It is also 1 if a process finds a file wrong that was right at first.
+    """
     for number in SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))  # only the load has begun, and nothing else stops that
     service = create_service(arguments)
@@ -154,36 +169,36 @@ def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -
         for number in SIGNALS:
             signal.signal(number, lambda *_: stopped.set())
         workers = list[SpawnProcess]()
-        told = False
+        is_announced = False
         status = 0
         try:
             workers += [begin() for _ in range(arguments.workers)]
             while not stopped.is_set() and status == 0:
                 wait([worker.sentinel for worker in workers], timeout=0.1)
-                if not told and len(list(Path(folder).glob("ready_*"))) >= len(workers):
-                    told = True
+                if not is_announced and len(list(Path(folder).glob("ready_*"))) >= len(workers):
+                    is_announced = True
                     print_ready(health, f", {len(workers)} processes")
-                for place, worker in enumerate(workers):
+                for index, worker in enumerate(workers):
                     if worker.exitcode == COULD_NOT_LOAD:
                         status = 1
                     elif worker.exitcode is not None and not stopped.is_set():
-                        how = f"process {worker.pid} died with exit status {worker.exitcode}"
-                        print(f"{how}; another is started", file=sys.stderr, flush=True)
-                        stopped.wait(SECONDS_TO_RESTART)  # it may die as soon as it has begun
-                        workers[place] = begin()
+                        event = f"process {worker.pid} died with exit status {worker.exitcode}"
+                        print(f"{event}; another is started", file=sys.stderr, flush=True)
+                        stopped.wait(SECONDS_TO_RESTART)  # the next may die as soon as it has begun
+                        workers[index] = begin()
         finally:  # also where another process can't be started
             for worker in workers:
                 worker.terminate()
-            give_up = time.monotonic() + SHUTDOWN_SECONDS + SECONDS_TO_END
+            deadline = time.monotonic() + SHUTDOWN_SECONDS + SECONDS_TO_END
             for worker in workers:
-                worker.join(max(0.0, give_up - time.monotonic()))
+                worker.join(max(0.0, deadline - time.monotonic()))
                 worker.kill()
                 worker.join()
     return status
 
 
 def serve_as_worker(arguments: argparse.Namespace, listener: socket.socket) -> None:
-    """A process of several: it is loaded before it takes its first connection."""
+    """Serve as one process of several. It is loaded before it takes its first connection."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # nothing else stops a load
     logging.basicConfig(format=LOG_FORMAT)
@@ -206,8 +221,15 @@ def serve_as_worker(arguments: argparse.Namespace, listener: socket.socket) -> N
 
 
 def main(argv: list[str] | None = None, **defaults: str) -> int:
-    """Serves until interrupted. Returns the exit status: 2 for a mistake in the flags or the files.
-    `defaults`: other defaults of flags, for the servers that Search-R1 has under other names."""
+    """Serve until interrupted.
+
+    Args:
+        argv: The flags. None means those of the command line.
+        **defaults: Other defaults of flags, for the servers that Search-R1 has under other names.
+
+    Returns:
+        The exit status: 2 for a mistake in the flags or the files. Otherwise it is that of `serve`.
+    """
     parser = build_server_parser()
     parser.set_defaults(**defaults)
     arguments = parser.parse_args(argv)
@@ -221,7 +243,7 @@ def main(argv: list[str] | None = None, **defaults: str) -> int:
     for number in SIGNALS:
         signal.signal(number, lambda *_: stopped.set())
     if arguments.workers == 1:
-        listener.listen(BACKLOG)  # before it is said: who reads the line can connect
+        listener.listen(BACKLOG)  # before the line is printed, so that whoever reads it can connect
     print(f"retrieval server on http://{arguments.host}:{listener.getsockname()[1]}/retrieve", flush=True)
     if arguments.workers > 1:
         return serve_with_workers(arguments, listener)
@@ -234,13 +256,13 @@ def main(argv: list[str] | None = None, **defaults: str) -> int:
 
 
 def print_error(error: BaseException) -> int:
-    """Tells what can't be served. Returns the exit status."""
+    """Print what can't be served, and return the exit status."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError) else 1
 
 
 def print_ready(health: dict[str, Any], processes: str = "") -> None:
-    """The line that tells people that searches are answered."""
+    """Print the line that tells people that searches are answered."""
     num_documents = health["num_documents"]
     documents = "" if num_documents is None else f", {num_documents} documents"
     print(f"ready: {health['backend']}{documents}{processes}", file=sys.stderr, flush=True)

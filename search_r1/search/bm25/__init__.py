@@ -1,4 +1,7 @@
-"""BM25 in process, without Java: an index that is mapped into memory, scores and words as Lucene's."""
+"""BM25 in this process, without Java, on an index that is mapped into memory.
+
+Scores and words are those of Lucene.
+"""
 
 from search_r1.search.bm25.build import build_index
 from search_r1.search.bm25.retriever import BM25Retriever

@@ -1,17 +1,18 @@
-"""Text to index terms, as Lucene's EnglishAnalyzer does it (Pyserini's and Anserini's default).
+"""Turn text into index terms, as Lucene's EnglishAnalyzer does (Pyserini's and Anserini's default).
 
     text -> find_words -> normalize each: no possessive 's, lower case, no stop words, Porter's stem -> terms
 
-The same for queries and documents. Words come again and again, so who analyses much text keeps a dictionary
-from the word as written to whatever it needs, and calls `normalize` for words that it has not met.
+Queries and documents are analysed in the same way. Words come again and again. A caller that analyses much
+text therefore keeps a dictionary from the word as written to whatever it needs, and calls `normalize` only
+for words that it has not met.
 """
 
 from __future__ import annotations
 
 from search_r1.search.bm25.word_break import JOINER_CHARACTERS, find_words
 
-ANALYSIS_VERSION = 2  # part of what an index must agree with: raise it when a text's terms change
-MAX_WORD_UNITS = 255  # Lucene cuts longer words into pieces of so many UTF-16 units
+ANALYSIS_VERSION = 2  # an index must have the same: raise it when the terms of a text change
+MAX_WORD_UNITS = 255  # Lucene cuts longer words into pieces of this many UTF-16 units
 STOP_WORD_TEXT = """
 a an and are as at be but by for if in into is it no not of on or such that the their then there these they
 this to was will with
@@ -21,7 +22,7 @@ POSSESSIVES = ("'s", "'S", "’s", "’S", "＇s", "＇S")
 
 VOWELS = frozenset("aeiou")
 UNCHANGED_ENDINGS = ("a", "o", "f", "k", "h", "b", "p", "w", "x", "z", "v", "j", "q")
-"""No rule takes off a suffix that ends so."""
+"""No rule removes a suffix that ends in one of these letters."""
 
 DOUBLE_SUFFIXES = {
     "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize", "bli": "ble",
@@ -41,7 +42,7 @@ REPLACED = [(tuple(suffixes), suffixes) for suffixes in (DOUBLE_SUFFIXES, SINGLE
 
 
 def words(text: str) -> list[str]:
-    """The words of a text as they are written, in order."""
+    """Return the words of a text as they are written, in order."""
     written = find_words(text)
     if len(text) > MAX_WORD_UNITS // 2 and max(map(len, written), default=0) > MAX_WORD_UNITS // 2:
         return [piece for word in written for piece in _pieces(word)]
@@ -49,10 +50,10 @@ def words(text: str) -> list[str]:
 
 
 def normalize(word: str) -> str | None:
-    """The term of a word; None for one that is not indexed."""
+    """Return the term of a word, or None for a word that is not indexed."""
     if word.endswith(POSSESSIVES):
         word = word[:-2]
-    # Letter by letter, as Java does: no final sigma, and İ becomes i.
+    # This goes letter by letter, as in Java: there is no final sigma, and İ becomes i.
     word = word.lower() if word.isascii() else "".join([letter.lower()[0] for letter in word])
     if word in STOP_WORDS or not word.strip(JOINER_CHARACTERS):
         return None
@@ -60,34 +61,36 @@ def normalize(word: str) -> str | None:
 
 
 def analyze(text: str) -> list[str]:
-    """The terms of a text, in order."""
+    """Return the terms of a text, in order."""
     return [term for term in map(normalize, words(text)) if term is not None]
 
 
 def _pieces(word: str) -> list[str]:
-    """A word cut after each MAX_WORD_UNITS UTF-16 units."""
+    """Return a word cut after every MAX_WORD_UNITS UTF-16 units."""
     if len(word) <= MAX_WORD_UNITS and len(word.encode("utf-16-le")) <= 2 * MAX_WORD_UNITS:
         return [word]
     pieces = []
     start = 0
     units = 0
-    for place, letter in enumerate(word):
+    for index, letter in enumerate(word):
         width = 2 if letter > "\uffff" else 1
         if units + width > MAX_WORD_UNITS:
-            pieces.append(word[start:place])
-            start = place
+            pieces.append(word[start:index])
+            start = index
             units = 0
         units += width
     return [*pieces, word[start:]]
 
 
 def stem(word: str) -> str:
-    """Porter's stem of a lower-case word, as Lucene has it: "directors" -> "director".
+    """Return Porter's stem of a lower-case word, as Lucene has it: "directors" -> "director".
 
     M.F. Porter, "An algorithm for suffix stripping", Program 14 (1980), with the two changes that he made
-    later ("bli" -> "ble", "logi" -> "log") and words of up to two letters left alone. Packages differ from
-    Lucene in one of these or in which doubled letters are halved; then the two would not find the same.
-    What is no letter from a to z counts as a consonant.
+    later ("bli" -> "ble", "logi" -> "log"). Words of up to two letters are left alone.
+
+    Packages that compute this stem differ from Lucene in one of these points, or in which doubled letters
+    they halve. With such a package this index would not find what Lucene finds. A character that is no letter
+    from a to z counts as a consonant.
     """
     if len(word) <= 2 or word.endswith(UNCHANGED_ENDINGS):
         return word
@@ -111,7 +114,10 @@ def stem(word: str) -> str:
 
 
 def _shape(text: str) -> str:
-    """ "v" for each vowel and "c" for each consonant; y is a vowel after a consonant."""
+    """Return "v" for each vowel of a text and "c" for each consonant.
+
+    A y after a consonant is a vowel.
+    """
     shape = []
     vowel = True  # a y at the start is a consonant
     for letter in text:
@@ -121,17 +127,17 @@ def _shape(text: str) -> str:
 
 
 def _measure(text: str) -> int:
-    """m of a stem `[C](VC)^m[V]`: how many times a vowel is followed by a consonant."""
+    """Return m of a stem `[C](VC)^m[V]`: how many times a vowel is followed by a consonant."""
     return _shape(text).count("vc")
 
 
 def _ends_short(text: str) -> bool:
-    """Ends in consonant, vowel, consonant other than w, x, y: "hop"."""
+    """Return whether a text ends in a consonant, a vowel and a consonant other than w, x, y, as in "hop"."""
     return text[-1:] not in ("w", "x", "y") and _shape(text).endswith("cvc")
 
 
 def _strip_inflection(word: str) -> str:
-    """Plurals, -ed, -ing, and y -> i."""
+    """Remove plural endings, -ed and -ing, and turn a final y into i."""
     if word.endswith("s"):
         if word.endswith(("sses", "ies")):
             word = word[:-2]
@@ -150,7 +156,7 @@ def _strip_inflection(word: str) -> str:
 
 
 def _mend_ending(base: str) -> str:
-    """What is left of a word without -ed or -ing: conflat -> conflate, hopp -> hop, fil -> file."""
+    """Mend what is left of a word without -ed or -ing: conflat -> conflate, hopp -> hop, fil -> file."""
     if base.endswith(("at", "bl", "iz")):
         return base + "e"
     if len(base) > 1 and base[-1] == base[-2] and _shape(base)[-1] == "c":

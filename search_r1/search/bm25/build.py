@@ -1,11 +1,12 @@
-"""Builds an index: `build_index(corpus, folder, progress)`.
+"""Build a BM25 index: `build_index(corpus, folder, progress)`.
 
     corpus -> parts: runs of documents, each with its terms and postings sorted   several processes, on disk
            -> all terms, sorted; each part's terms get their numbers there        in memory, 150 bytes a term
            -> postings of all parts, range of terms by range of terms -> the files of Index
 
-The finished files are the same bytes for any memory limit and any number of processes. A build that was
-killed goes on when called again: the parts of a task are done when its .json is there, all else is made anew.
+The finished files have the same bytes for any memory limit and any number of processes. A build that was
+killed continues when it is called again. The parts of a task are done when its .json file is there. All else
+is made again.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from search_r1.search.bm25.index import (
 from search_r1.search.corpus import Corpus
 from search_r1.search.long_work import Progress, end_with_parent
 
-TASK_BYTES = 32 * 2**20  # of the corpus; what is done again after a kill
-MAX_TOKENS = 1 << 23  # of a part
-BYTES_PER_TOKEN = 400  # of memory that a process needs, at worst: each token another term
-BYTES_PER_POSTING = 32  # of memory while a range of terms is written
-NORMALIZED_WORDS = 1 << 18  # kept by a process from part to part, about 50 MB
-MAX_FREQUENCY = 255  # from here on a posting has no code of its own
+TASK_BYTES = 32 * 2**20  # bytes of the corpus in a task; a killed build does unfinished tasks again
+MAX_TOKENS = 1 << 23  # the most tokens of a part
+BYTES_PER_TOKEN = 400  # memory that a process needs at worst, when each token is another term
+BYTES_PER_POSTING = 32  # memory that it takes to write a range of terms
+NORMALIZED_WORDS = 1 << 18  # words that a process remembers from part to part, about 50 MB
+MAX_FREQUENCY = 255  # a posting of this frequency or more has no code of its own
 
 _normalize = lru_cache(NORMALIZED_WORDS)(normalize)
-_open_corpus = lru_cache(1)(Corpus.open)  # in a worker process
+_open_corpus = lru_cache(1)(Corpus.open)  # for worker processes
 
 
 def build_index(
@@ -56,12 +57,23 @@ def build_index(
     memory_limit_bytes: int = 4 * 2**30,
     num_processes: int = 1,
 ) -> dict[str, Any]:
-    """Writes the index of `corpus` into `folder`, which exists; returns its parameters for the manifest.
-    `memory_limit_bytes`: for all processes together, beside the terms. `num_processes`: that cut the texts
-    into words. Goes on from what an earlier call left in `folder`. Raises ValueError for a broken line of the
-    corpus and for a corpus without words."""
+    """Write the index of `corpus` into `folder`, going on from what an earlier call left there.
+
+    Args:
+        corpus: The documents.
+        folder: A folder that exists.
+        progress: Is told how far the build is.
+        memory_limit_bytes: The memory of all processes together, not counting the terms.
+        num_processes: How many processes cut the texts into words.
+
+    Returns:
+        The parameters of the index for its manifest.
+
+    Raises:
+        ValueError: For a broken line of the corpus, and for a corpus without words.
+    """
     work = folder / "work"
-    if not (folder / HEADER_NAME).exists():  # else killed while `work` was removed
+    if not (folder / HEADER_NAME).exists():  # if it exists, a build was killed while it removed `work`
         parts = _make_parts(corpus, work / "sorted", memory_limit_bytes, num_processes, progress)
         header = _write_index(parts, folder, memory_limit_bytes // 2 // BYTES_PER_POSTING, progress)
         partial = work / HEADER_NAME
@@ -74,7 +86,7 @@ def build_index(
 def _make_parts(
     corpus: Corpus, folder: Path, memory_limit_bytes: int, num_processes: int, progress: Progress
 ) -> list[Path]:
-    """The parts of the whole corpus, in order of rows; makes those that are not there yet."""
+    """Return the parts of the whole corpus, in order of rows. Make those that are not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = max(1, len(corpus) * TASK_BYTES // corpus.num_bytes)
     starts = enumerate(range(0, len(corpus), rows))
@@ -98,20 +110,20 @@ def _make_parts(
 def _make_in_processes(
     path: Path, waiting: dict[Path, tuple[int, int]], max_tokens: int, num_processes: int
 ) -> Iterator[int]:
-    """Makes the parts of all tasks; yields the number of rows of each when it is done."""
+    """Make the parts of all tasks, and yield the number of rows of each task when it is done."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, context, end_with_parent) as pool:
-        # A process that is started while signals are held back never gets them. A terminal sends Ctrl-C to
-        # all processes of a command: only the parent shall act on it, which ends its workers by SIGKILL.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # A process that is started while signals are blocked never gets them. A terminal sends Ctrl-C to all
+        # processes of a command, but only the parent may act on it. It ends its workers by SIGKILL.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             tasks = waiting.items()
             running = [pool.submit(_make_task, path, task, *span, max_tokens) for task, span in tasks]
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         try:
             yield from (future.result() for future in as_completed(running))
-        except BaseException:  # Ctrl-C too: a part that was begun is not waited for, the next build makes it
+        except BaseException:  # Ctrl-C too: the parts that were begun are left for the next build to make
             for process in multiprocessing.active_children():
                 process.kill()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -119,9 +131,12 @@ def _make_in_processes(
 
 
 def _make_task(corpus: Corpus | Path, task: Path, start: int, stop: int, max_tokens: int) -> int:
-    """Writes the parts of the rows from start to stop as <task>-000 and so on; returns how many rows."""
-    for left_over in task.parent.glob(f"{task.name}-*"):  # of a run that was killed
-        shutil.rmtree(left_over)
+    """Write the parts of the rows from `start` to `stop` as <task>-000 and so on.
+
+    Returns how many rows there are.
+    """
+    for stale_folder in task.parent.glob(f"{task.name}-*"):  # from a build that was killed
+        shutil.rmtree(stale_folder)
     corpus = _open_corpus(corpus) if isinstance(corpus, Path) else corpus
     texts = corpus.iter_contents(start, stop)
     row = start
@@ -136,7 +151,7 @@ def _make_task(corpus: Corpus | Path, task: Path, start: int, stop: int, max_tok
 
 
 class _TermNumbers(dict):
-    """Numbers of words as written: 0 for one that is not indexed, else its term's number, from 1 on."""
+    """The numbers of words as written: 0 for a word that is not indexed, else its term's number, from 1."""
 
     def __init__(self) -> None:
         self.of_term: dict[str, int] = {}
@@ -149,8 +164,11 @@ class _TermNumbers(dict):
 
 
 def _write_part(texts: Iterable[str], folder: Path, first_row: int, max_tokens: int) -> int:
-    """Takes texts until they have `max_tokens` words; writes their terms and postings, sorted. Returns how
-    many texts it were."""
+    """Take texts until they have `max_tokens` words, and write their terms and postings, sorted.
+
+    Returns:
+        How many texts were taken.
+    """
     numbers = _TermNumbers()
     tokens = array("I")
     text_ends = array("q")
@@ -160,19 +178,20 @@ def _write_part(texts: Iterable[str], folder: Path, first_row: int, max_tokens: 
         if len(tokens) >= max_tokens:
             break
     unsorted = list(numbers.of_term)
-    order = np.array(sorted(range(len(unsorted)), key=unsorted.__getitem__), np.int64)  # as UTF-8 orders
+    # Python orders strings as UTF-8 orders their bytes.
+    order = np.array(sorted(range(len(unsorted)), key=unsorted.__getitem__), np.int64)
     rank_of_number = np.zeros(len(unsorted) + 1, dtype=np.uint64)
     rank_of_number[order + 1] = np.arange(len(unsorted), dtype=np.uint64)
 
     ids = np.asarray(tokens, dtype=np.uint32)
-    places = np.repeat(np.arange(len(text_ends), dtype=np.uint64), np.diff(text_ends, prepend=0))[ids != 0]
-    lengths = np.bincount(places.astype(np.int64), minlength=len(text_ends))
-    keys = rank_of_number[ids[ids != 0]] << np.uint64(32) | places
+    text_ids = np.repeat(np.arange(len(text_ends), dtype=np.uint64), np.diff(text_ends, prepend=0))[ids != 0]
+    lengths = np.bincount(text_ids.astype(np.int64), minlength=len(text_ends))
+    keys = rank_of_number[ids[ids != 0]] << np.uint64(32) | text_ids
     keys.sort()
     firsts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
     frequencies = np.diff(firsts, append=len(keys))
     rows = (keys[firsts] & np.uint64(0xFFFFFFFF)).astype(np.int64)
-    # Only frequencies that fit a byte may get a code.
+    # Only a frequency that fits into a byte may get a code.
     pairs = (frequencies << 8 | encode_lengths(lengths)[rows])[frequencies < MAX_FREQUENCY]
 
     folder.mkdir()
@@ -203,12 +222,12 @@ def _terms(part: Path) -> list[bytes]:
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
-    """Where each of the things of these sizes begins, and where the last ends."""
+    """Return where each of the things of these sizes begins, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: Progress) -> IndexHeader:
-    """Writes all files but the header."""
+    """Write all files of the index but the header, and return the header."""
     lengths = np.concatenate([_load(part, "lengths") for part in parts])
     num_filled = int(np.count_nonzero(lengths))
     num_tokens = int(lengths.sum())
@@ -231,7 +250,7 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
     del number_of
     posting_starts = _starts(num_postings)
 
-    # The most frequent (frequency, norm) get a code; the order of equal ones is that of the pairs.
+    # The most frequent pairs (frequency, norm) get a code. Ties are broken by the order of the pairs.
     pair_counts = np.sum([_load(part, "pair_counts") for part in parts], axis=0)
     chosen = np.argsort(-pair_counts, kind="stable")[:RARE_CODE]
     chosen = chosen[pair_counts[chosen] > 0]
@@ -285,9 +304,14 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
 def _gather(
     parts: list[Path], posting_starts: np.ndarray, max_postings: int
 ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-    """(first term, term to stop at, rows uint32, frequencies uint32), sorted by term and row, of ranges of
-    terms with at most `max_postings` postings, or of one term. Each part holds a range's postings in one
-    piece; part after part they are copied to their places, so that rows ascend."""
+    """Yield the postings of ranges of terms, sorted by term and row.
+
+    A range has at most `max_postings` postings, or is a single term. Each part holds a range's postings in
+    one piece. They are copied to their positions part after part, so that the rows of a term ascend.
+
+    Yields:
+        (first term, term to stop at, rows uint32, frequencies uint32).
+    """
     next_terms = [0] * len(parts)
     next_postings = [0] * len(parts)
     first = 0
@@ -296,7 +320,7 @@ def _gather(
         stop = max(first + 1, int(np.searchsorted(posting_starts, limit, side="right")) - 1)
         starts = posting_starts[first : stop + 1] - posting_starts[first]
         documents, frequencies = (np.empty(starts[-1], dtype=np.uint32) for _ in range(2))
-        free = starts[:-1].copy()  # the next place of each term
+        free = starts[:-1].copy()  # the next free position of each term
         for number, part in enumerate(parts):
             numbers = _load(part, "numbers")
             begin = next_terms[number]
@@ -305,9 +329,9 @@ def _gather(
             terms = numbers[begin:end].astype(np.int64) - first
             counts = _load(part, "counts")[begin:end].astype(np.int64)
             size = int(counts.sum())
-            places = np.repeat(free[terms] - (np.cumsum(counts) - counts), counts) + np.arange(size)
-            documents[places] = _load(part, "documents")[source : source + size]
-            frequencies[places] = _load(part, "frequencies")[source : source + size]
+            positions = np.repeat(free[terms] - (np.cumsum(counts) - counts), counts) + np.arange(size)
+            documents[positions] = _load(part, "documents")[source : source + size]
+            frequencies[positions] = _load(part, "frequencies")[source : source + size]
             free[terms] += counts
             next_terms[number] = end
             next_postings[number] = source + size

@@ -1,6 +1,6 @@
-"""The index on disk: files that are mapped into memory, so that only what queries touch is resident.
+"""The BM25 index on disk: files that are mapped into memory, so that only what queries touch is resident.
 
-    terms.bin, term_starts.npy     the terms in UTF-8, sorted by their bytes; a term's number is its place
+    terms.bin, term_starts.npy     the terms in UTF-8, sorted by their bytes; a term's number is its position
     posting_starts.npy             where each term's postings begin in the next two
     documents.npy                  uint32, the rows that have the term, ascending
     codes.npy                      uint8, how often and in how long a document: a number of `pairs`
@@ -11,8 +11,8 @@
     skip_terms.npy, skips.npy      for frequent terms the posting at which each SKIP_WIDTH of documents begins
     index.json                     counts and versions; written last
 
-With a code instead of frequency and length a term's scores are a table of 256 numbers for each query, and
-documents' lengths, scattered over memory, needn't be read.
+A code stands for frequency and length. So a term's scores are a table of 256 numbers for each query, and the
+lengths of the documents, which are scattered over memory, need not be read.
 """
 
 from __future__ import annotations
@@ -30,50 +30,58 @@ from search_r1.search.bm25.analysis import ANALYSIS_VERSION
 
 K1 = 0.9
 B = 0.4
-"""Of BM25 as Lucene computes it, to the last bit of its float32 scores.
+"""The parameters of BM25 as Lucene computes it, to the last bit of its float32 scores.
 
     score(query, document) = sum over terms of  w - w / (1 + freq * inverse_norm[norm])     w = count * idf
     idf = log(1 + (N - n + 0.5) / (n + 0.5))     inverse_norm = 1 / (k1 * (1 - b + b * length / average))
 
-Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009); the sum's term is
-idf * freq / (freq + k1 * (...)) written so that it never falls when freq grows. N is the number of
-documents that have a word, n how many have this one, `count` how often the query has it. Each term is a
-float32; they are added in double precision and the sum is rounded to float32.
+The formula is that of Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond"
+(2009). The sum's term is idf * freq / (freq + k1 * (...)), written so that it never falls when freq grows. N
+is the number of documents that have a word, n is how many have this one, and `count` is how often the query
+has it. Each term of the sum is a float32. They are added in double precision, and the sum is rounded to
+float32.
 
-A document's length is kept in one byte, its norm: exact up to 40, then with four significant bits.
+A document's length is kept in one byte, its norm. It is exact up to 40, and has four significant bits beyond.
 """
 
 
 NORM_LENGTHS = np.array(
     [*range(32), *(24 + ((code & 7 | 8) << (code >> 3) - 1) for code in range(8, 256 - 24))], dtype=np.int64
 )
-"""The length that each norm stands for, [256], increasing (Lucene's SmallFloat.byte4ToInt)."""
+"""The length that each norm stands for: int64 [256], increasing (Lucene's SmallFloat.byte4ToInt)."""
 
 
 def encode_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Norms (uint8) of document lengths (numbers of terms): the largest that does not stand for more."""
+    """Return the norms (uint8) of document lengths, which are numbers of terms.
+
+    The norm of a length is the largest one that does not stand for more.
+    """
     return (np.searchsorted(NORM_LENGTHS, lengths, side="right") - 1).astype(np.uint8)
 
 
 def inverse_norms(average_length: float) -> np.ndarray:
-    """float32 [256]: inverse_norm of the formula for each norm. `average_length`: of documents with a
-    word."""
+    """Return the formula's inverse_norm of each norm: float32 [256].
+
+    `average_length` is that of the documents with a word.
+    """
     one, k1, b, average = map(np.float32, (1, K1, B, average_length))
     return one / (k1 * ((one - b) + b * NORM_LENGTHS.astype(np.float32) / average))
 
 
 def idf(num_documents: int, document_frequency: np.ndarray) -> np.ndarray:
-    """float32: the weight of terms. `num_documents`: those with a word."""
+    """Return the weight of terms as float32. `num_documents` counts the documents with a word."""
     frequency = document_frequency.astype(np.float64)
     return np.log(1 + (num_documents - frequency + 0.5) / (frequency + 0.5)).astype(np.float32)
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled at the first call, in some seconds; runs without the GIL. The machine code is kept beside the
-    source or in the user's cache folder."""
+    """Compile a function at its first call, which takes some seconds. It then runs without the GIL.
+
+    The machine code is kept beside the source or in the user's cache folder.
+    """
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # "no locator available": neither can be written
+    except RuntimeError:  # "no locator available": neither folder can be written to
         return numba.njit(nogil=True)(function)
 
 
@@ -82,12 +90,12 @@ HEADER_NAME = "index.json"
 RARE_CODE = 255
 SKIP_BITS = 12
 SKIP_WIDTH = 1 << SKIP_BITS  # documents
-MIN_SKIPPED = 8  # a term with as many postings in SKIP_WIDTH documents, on average, has skips
+MIN_SKIPPED = 8  # a term has skips if it has this many postings in SKIP_WIDTH documents, on average
 
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """index.json."""
+    """The contents of index.json."""
 
     num_documents: int
     num_filled: int  # documents with a word
@@ -101,12 +109,15 @@ class IndexHeader:
 
     @property
     def average_length(self) -> float:
-        """Tokens per document with a word."""
+        """Return the number of tokens per document with a word."""
         return self.num_tokens / self.num_filled
 
 
 def read_header(folder: Path) -> IndexHeader:
-    """Raises ValueError when `folder` holds no index of this kind or one of another version."""
+    """Return the header of the index in `folder`.
+
+    Raises ValueError if `folder` holds no index of this kind, or one of another version.
+    """
     try:
         header = IndexHeader(**json.loads((folder / HEADER_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -127,7 +138,7 @@ def read_header(folder: Path) -> IndexHeader:
 
 @dataclass(frozen=True)
 class Index:
-    """The mapped files of an index, read-only: see the top of this file."""
+    """The mapped files of an index, read-only. The docstring of this file describes them."""
 
     header: IndexHeader
     num_bytes: int
@@ -146,7 +157,10 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        """Raises ValueError for a folder that holds no whole index."""
+        """Open the index in `folder`.
+
+        Raises ValueError for a folder that holds no whole index.
+        """
         header = read_header(folder)
         num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         try:
@@ -162,18 +176,18 @@ class Index:
             if len(terms) != index.term_starts[-1]:
                 raise ValueError(f"terms.bin has {len(terms)} bytes, expected {index.term_starts[-1]}")
         except (OSError, ValueError) as error:
-            what = f"the index in {folder} is damaged ({error})"
-            raise ValueError(f"--index_path: {what}; build it again") from None
+            problem = f"the index in {folder} is damaged ({error})"
+            raise ValueError(f"--index_path: {problem}; build it again") from None
         return index
 
     def find_term(self, term: str) -> int:
-        """The number of a term, -1 if no document has it."""
+        """Return the number of a term, or -1 if no document has it."""
         return find_bytes(self.terms, self.term_starts, np.frombuffer(term.encode(), dtype=np.uint8))
 
 
 @jit
 def find_bytes(terms, term_starts, wanted):
-    """The place of `wanted` (uint8 [L]) among the sorted terms, -1 if it isn't there."""
+    """Return the position of `wanted` (uint8 [L]) among the sorted terms, or -1 if it isn't there."""
     low = 0
     high = len(term_starts) - 1
     while low < high:
@@ -181,16 +195,16 @@ def find_bytes(terms, term_starts, wanted):
         start = term_starts[middle]
         stop = term_starts[middle + 1]
         length = min(stop - start, len(wanted))
-        place = 0
-        while place < length and terms[start + place] == wanted[place]:
-            place += 1
-        if place < length:
-            less = terms[start + place] < wanted[place]
+        offset = 0
+        while offset < length and terms[start + offset] == wanted[offset]:
+            offset += 1
+        if offset < length:
+            is_less = terms[start + offset] < wanted[offset]
         else:
-            less = stop - start < len(wanted)
+            is_less = stop - start < len(wanted)
             if stop - start == len(wanted):
                 return middle
-        if less:
+        if is_less:
             low = middle + 1
         else:
             high = middle

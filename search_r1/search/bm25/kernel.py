@@ -1,16 +1,16 @@
 """The search itself: MaxScore over windows of documents, exact.
 
-Terms are ordered by the highest score that each can give. Once `topk` documents are found, the
-lowest-ranked terms together can't lift a document above the last of them; documents that have only such
-terms needn't be looked at. So the other, "essential" terms' postings are added up in a window of documents,
-and for those documents that could still make it the remaining terms are looked up, highest first, until
-they are out.
+Terms are ordered by the highest score that each can give. Once `topk` documents are found, the lowest-ranked
+terms together can't lift a document above the last of them. Documents that have only such terms needn't be
+looked at. So the postings of the other, "essential" terms are added up in a window of documents. For those
+documents that could still make it, the remaining terms are looked up, highest first, until a document can't
+make it any more.
 
     H. Turtle and J. Flood, "Query evaluation: strategies and optimizations" (1995)
 
-A score is the sum, in double precision and in that order of the terms, of float32 scores, rounded to
-float32; it is the same whichever documents were skipped. Bounds are rounded as scores are, and equal scores
-are ordered by row, so the result is what adding up everything would give.
+A score is a sum of float32 scores. It is added up in double precision and in that order of the terms, and
+then rounded to float32, so it is the same whichever documents were skipped. Bounds are rounded as scores are,
+and equal scores are ordered by row. The result is therefore what adding up everything would give.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from search_r1.search.bm25.index import RARE_CODE, SKIP_BITS, jit
 
 WINDOW = 1 << 15  # documents
-MAX_SEEDS = 64  # documents looked at beforehand, so that there is a bound from the start
-MIN_SEEDED = 4096  # postings of a query for which that pays
+MAX_SEEDS = 64  # documents that are looked at beforehand, so that there is a bound from the start
+MIN_SEEDED = 4096  # that pays for a query with at least this many postings
 
 
 @jit
@@ -30,12 +30,20 @@ def search(
     documents, codes, pairs, rare_at, rare_frequency, norms, skips,
     inverse_norms, sums, totals, touched, found_rows, found_scores, found_counts,
 ):  # fmt: skip
-    """Answers queries [Q]. Query i has the terms query_starts[i] to query_starts[i + 1]. Of each are known:
-    where its postings start and stop, its weight, the highest score that it can give (`bounds`, falling
-    within a query), and its row in `skips` (-1: none).
+    """Answer queries [Q]. Query i has the terms query_starts[i] to query_starts[i + 1].
 
-    Working memory: `sums` (float64 [W], all -1), `totals` (float64 [W]), `touched` (int64 [W + 1]).
-    Results: found_rows and found_scores [Q, topk], best first, of which found_counts [Q] are filled.
+    Args:
+        starts, stops: Where the postings of each term start and stop.
+        weights: The weight of each term.
+        bounds: The highest score that each term can give. It falls within a query.
+        skip_of: The row of each term in `skips`, or -1 for none.
+        query_starts: The first term of each query, and the end of the last one, [Q + 1].
+        topk: How many documents to find for each query.
+        documents, codes, pairs, rare_at, rare_frequency, norms, skips: The files of the index.
+        inverse_norms: The inverse_norm of each norm.
+        sums, totals, touched: Working memory: float64 [W], all -1; float64 [W]; int64 [W + 1].
+        found_rows, found_scores: Receive the results [Q, topk], best first.
+        found_counts: Receives how many results of each query are filled, [Q].
     """
     for query in range(len(query_starts) - 1):
         terms = slice(query_starts[query], query_starts[query + 1])
@@ -55,7 +63,7 @@ def _score(weight, frequency, inverse_norm):
 
 @jit
 def _score_tables(weights, pairs, inverse_norms):
-    """float32 [terms, codes]: the score of each code."""
+    """Return the score of each code: float32 [terms, codes]."""
     tables = np.zeros((len(weights), 256), dtype=np.float32)
     for term in range(len(weights)):
         for code in range(len(pairs)):
@@ -65,7 +73,7 @@ def _score_tables(weights, pairs, inverse_norms):
 
 @jit
 def _rare_score(place, weight, inverse_norm, rare_at, rare_frequency):
-    """The score of a posting without a code of its own."""
+    """Return the score of a posting without a code of its own."""
     return _score(weight, rare_frequency[np.searchsorted(rare_at, place)], inverse_norm)
 
 
@@ -76,30 +84,33 @@ def _worse(score, row, other_score, other_row):
 
 @jit
 def _keep(score, row, count, rows, scores):
-    """Puts a document among the best `len(rows)`, a heap with the worst at the top; returns how many."""
+    """Put a document among the best `len(rows)`, a heap with the worst at the top.
+
+    Returns how many documents the heap holds.
+    """
     size = len(rows)
     if count < size:
-        place = count
+        slot = count
         count += 1
-        while place > 0:
-            parent = (place - 1) >> 1
+        while slot > 0:
+            parent = (slot - 1) >> 1
             if not _worse(score, row, scores[parent], rows[parent]):
                 break
-            scores[place] = scores[parent]
-            rows[place] = rows[parent]
-            place = parent
+            scores[slot] = scores[parent]
+            rows[slot] = rows[parent]
+            slot = parent
     else:
         if not _worse(scores[0], rows[0], score, row):
             return count
-        place = _sink(score, row, 0, size, rows, scores)
-    scores[place] = score
-    rows[place] = row
+        slot = _sink(score, row, 0, size, rows, scores)
+    scores[slot] = score
+    rows[slot] = row
     return count
 
 
 @jit
 def _sink(score, row, place, size, rows, scores):
-    """Where an entry belongs that starts at `place` of the heap; the ones above it have moved up."""
+    """Return where in the heap an entry that starts at `place` belongs, and move up those on its way."""
     while 2 * place + 1 < size:
         child = 2 * place + 1
         if child + 1 < size and _worse(scores[child + 1], rows[child + 1], scores[child], rows[child]):
@@ -114,27 +125,27 @@ def _sink(score, row, place, size, rows, scores):
 
 @jit
 def _sort_best_first(count, rows, scores):
-    """Turns the heap into a list."""
+    """Turn the heap into a list."""
     for size in range(count - 1, 0, -1):
         score = scores[size]
         row = rows[size]
         scores[size] = scores[0]
         rows[size] = rows[0]
-        place = _sink(score, row, 0, size, rows, scores)
-        scores[place] = score
-        rows[place] = row
+        slot = _sink(score, row, 0, size, rows, scores)
+        scores[slot] = score
+        rows[slot] = row
 
 
 @jit
 def _search_one(bounds, topk, lists, sums, totals, touched, rows, scores):
-    """One query; returns how many documents it has in `rows` and `scores`."""
+    """Search for one query. Return how many documents it has in `rows` and `scores`."""
     starts = lists[2]
     stops = lists[3]
     documents = lists[5]
     norms = lists[9]
     num_terms = len(bounds)
     num_documents = np.int64(len(norms))
-    rest = np.zeros(num_terms + 1)  # what the terms from each on can add at most
+    rest = np.zeros(num_terms + 1)  # what a term and all after it can add at most
     for term in range(num_terms - 1, -1, -1):
         rest[term] = rest[term + 1] + bounds[term]
     # A document must not be worse than this (score, row) to be kept.
@@ -169,33 +180,38 @@ def _search_one(bounds, topk, lists, sums, totals, touched, rows, scores):
 
 @jit
 def _add_up(num_essential, base, end, places, lists, sums, touched):
-    """Adds the essential terms' scores of the rows from base to end to `sums`; returns how many have one,
-    with their places in `touched` (ascending with one term)."""
+    """Add the essential terms' scores of the rows from `base` to `end` to `sums`.
+
+    Returns how many rows have a score. Their positions in `sums` are then in `touched` (ascending with one
+    term).
+    """
     weights, tables, _, stops, _, documents, codes, rare_at, rare_frequency, norms, _, inverse_norms = lists
     num_touched = 0
     for term in range(num_essential):
-        place = places[term]
+        posting = places[term]
         stop = stops[term]
         table = tables[term]
-        while place < stop and documents[place] < end:
-            slot = np.int64(documents[place]) - base
-            score = table[codes[place]]
-            if codes[place] == RARE_CODE:
-                norm = norms[documents[place]]
-                score = _rare_score(place, weights[term], inverse_norms[norm], rare_at, rare_frequency)
-            before = sums[slot]
+        while posting < stop and documents[posting] < end:
+            slot = np.int64(documents[posting]) - base
+            score = table[codes[posting]]
+            if codes[posting] == RARE_CODE:
+                norm = norms[documents[posting]]
+                score = _rare_score(posting, weights[term], inverse_norms[norm], rare_at, rare_frequency)
+            old_sum = sums[slot]
             touched[num_touched] = slot
-            num_touched += before < 0
-            sums[slot] = max(before, 0.0) + score
-            place += 1
-        places[term] = place
+            num_touched += old_sum < 0
+            sums[slot] = max(old_sum, 0.0) + score
+            posting += 1
+        places[term] = posting
     return num_touched
 
 
 @jit
 def _collect(num_touched, base, rest, floor, sums, totals, touched):
-    """Takes the sums of those documents that can reach the floor with `rest` more to `totals`, and their
-    rows, ascending, to `touched`; clears all sums. Returns how many there are."""
+    """Move the sums of the documents that can reach the floor with `rest` more to `totals`.
+
+    All sums are cleared. Returns how many documents there are. Their rows are then in `touched`, ascending.
+    """
     num_left = 0
     ascending = True
     for i in range(num_touched):
@@ -218,7 +234,7 @@ def _collect(num_touched, base, rest, floor, sums, totals, touched):
 
 @jit
 def _drop(num_rows, rest, floor, totals, rows):
-    """Leaves out the documents that can't reach the floor with `rest` more; returns how many are left."""
+    """Drop the documents that can't reach the floor with `rest` more. Return how many are left."""
     num_left = 0
     for i in range(num_rows):
         if not _worse(np.float32(totals[i] + rest), rows[i], floor[0], floor[1]):
@@ -230,12 +246,15 @@ def _drop(num_rows, rest, floor, totals, rows):
 
 @jit
 def _look_up(term, num_rows, places, lists, totals, rows):
-    """Adds a term's scores to the totals of documents. The rows ascend, from call to call too."""
+    """Add a term's scores to the totals of documents.
+
+    The rows ascend, and go on ascending from call to call.
+    """
     (
         weights, tables, starts, stops, skip_of, documents, codes, rare_at, rare_frequency, norms, skips,
         inverse_norms,
     ) = lists  # fmt: skip
-    place = places[term]
+    posting = places[term]
     start = starts[term]
     stop = stops[term]
     table = tables[term]
@@ -244,10 +263,10 @@ def _look_up(term, num_rows, places, lists, totals, rows):
         row = rows[i]
         if skip >= 0:
             block = row >> SKIP_BITS
-            low = max(place, start + np.int64(skips[skip, block]))
+            low = max(posting, start + np.int64(skips[skip, block]))
             high = max(low, start + np.int64(skips[skip, block + 1]))
         else:
-            low = place
+            low = posting
             step = 4
             high = low + step
             while high < stop and documents[high] < row:
@@ -261,19 +280,24 @@ def _look_up(term, num_rows, places, lists, totals, rows):
                 low = middle + 1
             else:
                 high = middle
-        place = low
-        if place < stop and documents[place] == row:
-            score = table[codes[place]]
-            if codes[place] == RARE_CODE:
-                score = _rare_score(place, weights[term], inverse_norms[norms[row]], rare_at, rare_frequency)
+        posting = low
+        if posting < stop and documents[posting] == row:
+            score = table[codes[posting]]
+            if codes[posting] == RARE_CODE:
+                score = _rare_score(
+                    posting, weights[term], inverse_norms[norms[row]], rare_at, rare_frequency
+                )
             totals[i] += score
-    places[term] = place
+    places[term] = posting
 
 
 @jit
 def _seed(topk, lists, totals, touched, rows, scores):
-    """A score that `topk` documents reach for sure: the last one's of the best among a few documents of the
-    rarest term that has enough. Minus infinity if none is known cheaply. Overwrites the last four arrays."""
+    """Return a score that `topk` documents reach for sure, or minus infinity if none is known cheaply.
+
+    It is the lowest of the `topk` best scores among a few documents of the rarest term that has enough. The
+    last four arrays are overwritten.
+    """
     starts = lists[2]
     stops = lists[3]
     documents = lists[5]

@@ -1,8 +1,8 @@
-"""`BM25Retriever`: queries to documents by BM25, in this process, without Java.
+"""The BM25 retriever: queries to documents by BM25, in this process, without Java.
 
     queries -> words -> numbers of terms (kept in a dictionary) -> kernel.search -> rows -> corpus lines
 
-With several threads the queries of a batch are shared among them; the search runs without the GIL.
+With several threads the queries of a batch are shared among them. The search runs without the GIL.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.manifest import check_manifest
 from search_r1.search.retriever import SearchResult
 
-MAX_UNBUILT_BYTES = 256 * 2**20  # of a corpus that is indexed at the start, in about a minute
+MAX_UNBUILT_BYTES = 256 * 2**20  # a corpus up to here can be indexed at the start, in about a minute
 MAX_KNOWN_WORDS = 200_000  # words of queries whose terms are remembered, about 30 MB
-MAX_BATCH = 256  # queries that the kernel gets at once
+MAX_BATCH = 256  # the most queries in one call of the kernel
 
 
 class BM25Retriever:
-    """Finds documents by BM25, scored as Lucene does. Memory: what queries touch of the mapped index."""
+    """A retriever that finds documents by BM25 and scores them as Lucene does.
+
+    It takes the memory of what queries touch of the mapped index.
+    """
 
     name = "bm25"
 
     def __init__(self, corpus: Corpus, index_path: str | Path | None = None, num_threads: int = 1) -> None:
-        """Opens the index in the folder `index_path`; without it one is built that goes with the process.
-        Raises ValueError for an index of another corpus, and for a corpus that is too large to build one
-        now."""
+        """Open the index in the folder `index_path`. If it is None, build one that ends with the process.
+
+        Raises ValueError for an index of another corpus, and for a corpus that is too large to build an index
+        now.
+        """
         self._corpus = corpus
         self._index_path = None if index_path is None else Path(index_path)
         if self._index_path is not None:
@@ -65,7 +70,10 @@ class BM25Retriever:
         self._pool = ThreadPoolExecutor(num_threads, "bm25") if num_threads > 1 else None
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` documents that share a term with it, best first, and their scores."""
+        """Return for each query at most `topk` documents, best first, and their scores.
+
+        Only documents that share a term with the query are found.
+        """
         topk = min(topk, self.num_documents)
         answers: list[tuple[np.ndarray, np.ndarray]] = []  # rows and scores of each query
         for start in range(0, len(queries), MAX_BATCH):
@@ -73,16 +81,16 @@ class BM25Retriever:
             if self._pool is None:
                 answers += self._workers[0].search(terms, topk)
                 continue
-            num = len(self._workers)
+            num_workers = len(self._workers)
             workers = enumerate(self._workers)
-            jobs = [self._pool.submit(worker.search, terms[i::num], topk) for i, worker in workers]
-            answered = [iter(job.result()) for job in jobs]
-            answers += [next(answered[i % len(jobs)]) for i in range(len(terms))]
+            jobs = [self._pool.submit(worker.search, terms[i::num_workers], topk) for i, worker in workers]
+            results = [iter(job.result()) for job in jobs]
+            answers += [next(results[i % len(jobs)]) for i in range(len(terms))]
         documents = [self._corpus.rows(rows.tolist()) for rows, _ in answers]
         return documents, [scores.tolist() for _, scores in answers]
 
     def _query_terms(self, query: str) -> Counter[int]:
-        """The numbers of the query's terms that are in the index, and how often it has them."""
+        """Return the numbers of the query's terms that are in the index, and how often the query has each."""
         if len(self._terms) > MAX_KNOWN_WORDS:
             self._terms.clear()
         counts = Counter(map(self._terms.__getitem__, words(query)))
@@ -90,7 +98,7 @@ class BM25Retriever:
         return counts
 
     def describe(self) -> dict[str, Any]:
-        """What is loaded."""
+        """Describe what is loaded."""
         header = self._index.header
         return {
             "backend": self.name,
@@ -103,13 +111,16 @@ class BM25Retriever:
         }
 
     def close(self) -> None:
-        """Ends the threads. The mapped files are given back with the object."""
+        """End the threads. The mapped files are given back with the object."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
 class _KnownWords(dict):
-    """The numbers of words' terms, -1 for words that no document has; looked up when first met."""
+    """The numbers of words' terms, -1 for words that no document has.
+
+    A word is looked up when it is first met.
+    """
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -122,7 +133,7 @@ class _KnownWords(dict):
 
 
 class _Worker:
-    """One thread's working memory."""
+    """The working memory of one thread."""
 
     def __init__(self, index: Index, norms: np.ndarray) -> None:
         self._index = index
@@ -135,7 +146,7 @@ class _Worker:
         self.search([Counter([0])], 1)  # loads or compiles the kernel
 
     def search(self, queries: list[Counter[int]], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Rows (int64) and scores (float32) of the best `topk` documents of each query."""
+        """Return rows (int64) and scores (float32) of the best `topk` documents of each query."""
         index = self._index
         ids = np.array([number for query in queries for number in query], dtype=np.int64)
         counts = np.array([count for query in queries for count in query.values()], dtype=np.float32)

@@ -1,12 +1,14 @@
-"""Where words begin and end in any script: the rules of Unicode Standard Annex #29, as Lucene applies them.
+"""Find the words of a text in any script, by the rules of Unicode Standard Annex #29 as Lucene applies them.
 
     text -> find_words(text) -> ["The", "N.A.T.O", "film's", "3.5", "snake_case", "東", "京", ...]
 
-word_break.txt holds the Word_Break property of Unicode 12.1, which Lucene's StandardTokenizer (9 and 10) has:
-names of classes, and ranges of hexadecimal code points. Words are letters and digits with what extends them;
-a mark such as . or ' belongs to a word between two letters or two digits, an underscore anywhere. Han and
-Hiragana characters and pictographs are words of one character. Left out: quotation marks inside Hebrew words,
-keycaps, and a word that goes on from Katakana over an underscore to another script.
+word_break.txt holds the Word_Break property of Unicode 12.1, which Lucene's StandardTokenizer (9 and 10)
+uses: names of classes, and ranges of hexadecimal code points.
+
+Words are letters and digits with what extends them. A mark such as . or ' belongs to a word between two
+letters or two digits, an underscore anywhere. Han and Hiragana characters and pictographs are words of one
+character. Three rules are left out: quotation marks inside Hebrew words, keycaps, and a word that goes on
+from Katakana over an underscore to another script.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ from pathlib import Path
 
 _BLOCKS = Path(__file__).with_name("word_break.txt").read_text(encoding="ascii").split("\n\n")
 CLASSES = {
-    name: [(int(low, 16), int(high or low, 16)) for low, _, high in (part.partition("-") for part in ranges)]
+    name: [(int(low, 16), int(high or low, 16)) for low, _, high in (span.partition("-") for span in ranges)]
     for name, *ranges in map(str.split, _BLOCKS)
 }
-"""Name of a class: first and last code point of each of its ranges."""
+"""Maps the name of a class to the first and last code point of each of its ranges."""
 
 
 def _pattern(last: int = sys.maxunicode) -> re.Pattern[str]:
-    """Finds words in texts without code points beyond `last`. A set that ends at 0xffff is ten times as
-    fast."""
-    # Each class up to `last`, as the inside of a character set of a regular expression.
+    """Return a pattern that finds words in texts without code points beyond `last`.
+
+    A set that ends at 0xffff is ten times as fast.
+    """
+    # Maps each class to the inside of a character set of a regular expression, up to `last`.
     sets = {
         name: "".join(f"\\U{low:08x}-\\U{min(high, last):08x}" for low, high in ranges if low <= last)
         for name, ranges in CLASSES.items()
@@ -59,7 +63,10 @@ JOINER_CHARACTERS = "".join(chr(code) for low, high in CLASSES["JOINERS"] for co
 
 
 def find_words(text: str) -> list[str]:
-    """The words of a text, in order. JOINER_CHARACTERS without a letter are among them and are no words."""
+    """Return the words of a text, in order.
+
+    JOINER_CHARACTERS without a letter are among them, though they are no words.
+    """
     if text.isascii():
         return ASCII_WORD.findall(text)
     return (ANY_WORD if BEYOND_16_BITS.search(text) else SHORT_WORD).findall(text)

@@ -1,4 +1,4 @@
-"""Vectors on disk: one flat array [N, D] of float16 or float32, whose row is the row of the corpus.
+"""Vectors on disk: one flat array [N, D] of float16 or float32, whose rows are the rows of the corpus.
 
     corpus -> encoders (one for each GPU), or a file of vectors -> write_embeddings -> embeddings.f16 | .f32
            -> map_vectors -> np.ndarray [N, D], read from the file when it is touched
@@ -27,26 +27,31 @@ if TYPE_CHECKING:
     from search_r1.search.dense.encoder import Encoder
 
 FILES = {"float16": "embeddings.f16", "float32": "embeddings.f32"}
-STATE_FILE = "encoding.json"  # of what the rows in the folder were made
-# passages sorted by length together, and lost at most by a kill
+STATE_FILE = "encoding.json"  # says from what the rows in the folder were made
+# How many passages are sorted by length together. A kill loses at most so many.
 CPU_WINDOW = 1024
 GPU_WINDOW = 16 * 1024
 COPY_ROWS = 16 * 1024
 
 
 def map_vectors(path: Path, dtype: str, dimension: int, skip_bytes: int = 0) -> np.ndarray:
-    """The rows [N, D] of a flat file, after `skip_bytes`, memory-mapped. Raises ValueError when the file's
-    size is no whole number of rows, or 0."""
+    """Return the rows [N, D] of a flat file, after `skip_bytes`, memory-mapped.
+
+    Raises ValueError if the file's size is no whole number of rows, or 0.
+    """
     row_bytes = np.dtype(dtype).itemsize * dimension
     size = (path.stat().st_size if path.is_file() else 0) - skip_bytes
     if size <= 0 or size % row_bytes:
         raise ValueError(f"{path} has {size:,} bytes, expected a multiple of {row_bytes} (a row of {dtype})")
-    # "c": nothing is ever written, but torch takes only arrays that could be.
+    # Mode "c" makes an array that can be written to, as torch wants it. The file itself is never written.
     return np.memmap(path, dtype, "c", offset=skip_bytes).reshape(-1, dimension)
 
 
 def open_embeddings(folder: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """The parameters in the manifest of a finished exact index, and its vectors. Raises ValueError."""
+    """Return the parameters in the manifest of a finished exact index, and its vectors.
+
+    Raises ValueError for a folder that is no such index.
+    """
     manifest = read_manifest(folder)
     if manifest is None:
         raise ValueError(f"--index_path: {folder} has no manifest.json: it is no finished index of ours")
@@ -64,15 +69,23 @@ def write_embeddings(
     progress: Progress,
     embedding_path: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes the embeddings of all passages into `folder`; goes on after a kill.
+    """Write the embeddings of all passages into `folder`, going on after a kill.
 
-    encoders: one for each device; each works on other passages.
-    dtype: float16 (half the size, and scores that differ in the 4th digit) or float32.
-    embedding_path: where the vectors are already: a flat float32 file [N, D], as Search-R1's
-        `--save_embedding` writes it (emb_e5.memmap), or a FAISS Flat file (e5_Flat.index).
+    Args:
+        corpus: The passages.
+        folder: A folder that exists.
+        encoders: One for each device. Each works on other passages.
+        dtype: float16 (half the size, and scores that differ in the 4th digit) or float32.
+        progress: Is told how far the work is.
+        embedding_path: Where the vectors are already: a flat float32 file [N, D], as Search-R1's
+            `--save_embedding` writes it (emb_e5.memmap), or a FAISS Flat file (e5_Flat.index).
 
-    Returns the parameters for the manifest. Raises ValueError for vectors with NaN, for an embedding file of
-    another size than corpus and encoder, and when the disk has no room.
+    Returns:
+        The parameters for the manifest.
+
+    Raises:
+        ValueError: For vectors with NaN, for an embedding file of another size than corpus and encoder, and
+            when the disk has no room.
     """
     settings = encoders[0].settings
     dimension = settings["dimension"]
@@ -95,10 +108,10 @@ def write_embeddings(
         for vectors in source:
             with np.errstate(over="ignore"):
                 stored = np.ascontiguousarray(vectors, dtype)
-            good = np.isfinite(stored).all(axis=1)
-            if not good.all():
-                what = f"the vector of passage {num_rows + int(np.argmin(good))} (from 0)"
-                raise ValueError(f"{what} has NaN, or values too large for {dtype}")
+            is_finite = np.isfinite(stored).all(axis=1)
+            if not is_finite.all():
+                subject = f"the vector of passage {num_rows + int(np.argmin(is_finite))} (from 0)"
+                raise ValueError(f"{subject} has NaN, or values too large for {dtype}")
             file.write(stored.data)
             file.flush()
             num_rows += len(stored)
@@ -109,7 +122,7 @@ def write_embeddings(
 
 
 def _encode_from(corpus: Corpus, encoders: list[Encoder], start: int) -> Iterator[np.ndarray]:
-    """Vectors of passages in order; the encoders work side by side on windows of passages."""
+    """Yield vectors of passages in order. The encoders work side by side on windows of passages."""
     size = GPU_WINDOW if encoders[0].device.type == "cuda" else CPU_WINDOW
     contents = corpus.iter_contents(start)
     windows = iter(lambda: list(islice(contents, size)), [])

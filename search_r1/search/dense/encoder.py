@@ -3,10 +3,10 @@
     texts -> prefix -> token ids -> batches without padding -> network -> pooling -> unit length?
           -> np.ndarray [N, D] float32
 
-On a CPU no padding reaches the network: texts of BERT's relatives run packed in one row of tokens with
-attention inside each text (packed_bert.py), other networks get batches of equal token counts. On one thread a
-text gets the same bits whatever texts it comes with (several threads split a product by its size: then the
-last bits may differ). On a GPU batches are sorted by length and padded.
+On a CPU no padding reaches the network. Texts of BERT's relatives run packed in one row of tokens with
+attention inside each text (packed_bert.py). Other networks get batches of equal token counts. On one thread a
+text gets the same bits whatever texts it comes with. (Several threads split a product by its size, so the
+last bits may differ.) On a GPU batches are sorted by length and padded.
 """
 
 from __future__ import annotations
@@ -34,20 +34,26 @@ from search_r1.search.dense.encoder_settings import (
 from search_r1.search.dense.packed_bert import PACKED_ATTENTION, PACKED_TYPES, first_position, run_packed
 from search_r1.search.replies import without_surrogates
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per server; also quiet after a fork
-# No table of unused weights on the screen; missing ones are an error of our own.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per server, and no warning after a fork
+# No table of unused weights is printed. Missing weights are an error of our own.
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-CPU_BATCH_TOKENS = 4096  # tokens in one pass through the network: its intermediate results stay in the cache
+# Tokens in one pass through the network. On a CPU its intermediate results stay in the cache.
+CPU_BATCH_TOKENS = 4096
 GPU_BATCH_TOKENS = 64 * 1024
-FINGERPRINT_VALUES = 64  # of each weight
+FINGERPRINT_VALUES = 64  # how many values of each weight the fingerprint is made of
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Encoder:
-    """A loaded encoder. One thread at a time. `settings`: JSON values for the manifest: EncoderSettings,
-    `dimension`, and `fingerprint` of the weights. `notes`: lines about what had to be guessed."""
+    """A loaded encoder. It is used by one thread at a time.
+
+    Attributes:
+        settings: JSON values for the manifest: EncoderSettings, `dimension`, and `fingerprint` of the
+            weights.
+        notes: Lines about what had to be guessed.
+    """
 
     def __init__(
         self,
@@ -60,14 +66,21 @@ class Encoder:
         dtype: str | None = None,
         index_settings: dict[str, Any] | None = None,
     ) -> None:
-        """Loads a model by hub id or folder.
+        """Load a model by hub id or folder.
 
-        `name`: the retriever's name ("e5"), used where the model's own says nothing. `device`: "cpu", "cuda",
-        "cuda:1"; None: the first GPU that is there, else the CPU. `dtype`: float32, bfloat16, float16; None:
-        see `_best_dtype`. Lengths are in tokens, at most 256 unless told. `index_settings`: what the manifest
-        of an index keeps; then all settings come from there, `model` only says where the model lies now.
+        Args:
+            name: The retriever's name ("e5"), used where the model's own name says nothing.
+            model: The hub id or folder. With `index_settings` it only says where the model lies now.
+            device: "cpu", "cuda" or "cuda:1". None means the first GPU that is there, else the CPU.
+            pooling: One of POOLINGS, or None for the model's own.
+            max_query_length: In tokens. None means 256.
+            max_passage_length: In tokens. None means 256. A model's own limit bounds both lengths.
+            dtype: float32, bfloat16 or float16. None means what `_best_dtype` says.
+            index_settings: What the manifest of an index keeps. If it is given, all settings come from there,
+                and only `max_query_length` may differ.
 
-        Raises ValueError for a model that can't be read or run, and for arguments that contradict the index.
+        Raises:
+            ValueError: For a model that can't be read or run, and for arguments that contradict the index.
         """
         if pooling is not None and pooling not in POOLINGS:
             raise ValueError(f"--pooling_method: found {pooling!r}, expected one of {', '.join(POOLINGS)}")
@@ -81,9 +94,9 @@ class Encoder:
             raise ValueError(f"--retriever_model is missing: the encoder of {name!r}, {example}")
         try:
             if index_settings is None:
-                own = read_model_files(partial(_find_file, model))
+                model_hints = read_model_files(partial(_find_file, model))
                 lengths = (max_query_length, max_passage_length)
-                settings, self.notes = decide_settings(name, model, own, pooling, *lengths)
+                settings, self.notes = decide_settings(name, model, model_hints, pooling, *lengths)
             # DPR has two networks, whose names differ in this word.
             for_queries = model.replace("ctx_encoder", "question_encoder")
             for_passages = model.replace("question_encoder", "ctx_encoder")
@@ -91,8 +104,8 @@ class Encoder:
             self._query_network, fingerprint = _load_network(for_queries, torch_dtype, self.device)
             self._passage_network = self._query_network
             if for_passages != for_queries:
-                self._passage_network, second = _load_network(for_passages, torch_dtype, self.device)
-                fingerprint += second
+                self._passage_network, suffix = _load_network(for_passages, torch_dtype, self.device)
+                fingerprint += suffix
             self._tokenizer = AutoTokenizer.from_pretrained(for_passages)
         except (OSError, KeyError, ValueError) as error:
             raise cannot_load("--retriever_model", model, error) from error
@@ -106,18 +119,20 @@ class Encoder:
             )
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
-        """Vectors [N, D] float32 of queries."""
+        """Return vectors [N, D] float32 of queries."""
         texts = [self._settings.query_prefix + text for text in texts]
         return self._encode(texts, self._query_network, self._settings.max_query_length)
 
     def encode_passages(self, texts: list[str]) -> np.ndarray:
-        """Vectors [N, D] float32 of passages, each a document's `contents`, title line and all. Give
-        thousands at once: they are sorted by length, so that batches hold texts of like lengths."""
+        """Return vectors [N, D] float32 of passages, each a document's `contents`, title line and all.
+
+        Give thousands at once. They are sorted by length, so that batches hold texts of like lengths.
+        """
         texts = [self._settings.passage_prefix + text for text in texts]
         return self._encode(texts, self._passage_network, self._settings.max_passage_length)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the encoder in one line for people."""
         settings = self._settings
         return (
             f"encoder {settings.model}: {self.dimension} dimensions, {settings.pooling} pooling, "
@@ -132,27 +147,27 @@ class Encoder:
         if not texts:
             return vectors.numpy()
         config = network.config
-        if config.model_type != "t5":  # T5 has relative positions, no end of them
+        if config.model_type != "t5":  # T5 has relative positions, so there is no end of them
             positions = getattr(config, "max_position_embeddings", max_length)
             max_length = min(max_length, positions - first_position(config.model_type))
         clean = [without_surrogates(text) for text in texts]
         unused = {"return_attention_mask": False, "return_token_type_ids": False}
         ids = self._tokenizer(clean, truncation=True, max_length=max_length, **unused)["input_ids"]
-        known = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
-        filler = next(token for token in known if token is not None)
-        ids = [row or [filler] for row in ids]
+        candidates = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
+        pad_id = next(token for token in candidates if token is not None)
+        ids = [row or [pad_id] for row in ids]
         lengths = np.array([len(row) for row in ids])
         order = np.argsort(lengths, kind="stable")
-        gpu = self.device.type == "cuda"
-        packed = config._attn_implementation == PACKED_ATTENTION
-        max_tokens = GPU_BATCH_TOKENS if gpu else CPU_BATCH_TOKENS
-        for rows in _batches(lengths[order], max_tokens, equal=not (gpu or packed)):
+        on_gpu = self.device.type == "cuda"
+        is_packed = config._attn_implementation == PACKED_ATTENTION
+        max_tokens = GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
+        for rows in _batches(lengths[order], max_tokens, equal=not (on_gpu or is_packed)):
             batch = [ids[row] for row in order[rows]]
-            if packed:
+            if is_packed:
                 pooled = run_packed(network, batch, self._pool)
             else:
                 longest = len(batch[-1])
-                padded = torch.tensor([row + [filler] * (longest - len(row)) for row in batch])
+                padded = torch.tensor([row + [pad_id] * (longest - len(row)) for row in batch])
                 mask = torch.arange(longest) < torch.tensor([[len(row)] for row in batch])
                 masked = {} if mask.all() else {"attention_mask": mask.long().to(self.device)}
                 hidden = network(input_ids=padded.to(self.device), **masked).last_hidden_state
@@ -163,7 +178,10 @@ class Encoder:
         return vectors.numpy()
 
     def _pool(self, hidden_BLH: torch.Tensor, mask_BL: torch.Tensor | None) -> torch.Tensor:
-        """One float32 vector [B, H] of each text. `mask_BL`: True for its tokens, padding on the right."""
+        """Return one float32 vector of each text, [B, H].
+
+        `mask_BL` is True for a text's tokens, with padding on the right. None means that there is no padding.
+        """
         if mask_BL is None:
             mask_BL = hidden_BLH.new_ones(hidden_BLH.shape[:2], dtype=torch.bool)
         lengths_B1 = mask_BL.sum(1, keepdim=True)
@@ -178,7 +196,10 @@ class Encoder:
 
 
 def _batches(lengths: np.ndarray, max_tokens: int, equal: bool) -> Iterator[slice]:
-    """Cuts ascending token counts into batches of `max_tokens` (padded); if `equal`, of one count each."""
+    """Cut ascending token counts into batches of at most `max_tokens` tokens, padding included.
+
+    If `equal`, all texts of a batch have the same count.
+    """
     start = 0
     for end in range(1, len(lengths) + 1):
         full = end < len(lengths) and (end + 1 - start) * lengths[end] > max_tokens
@@ -188,14 +209,17 @@ def _batches(lengths: np.ndarray, max_tokens: int, equal: bool) -> Iterator[slic
 
 
 def cannot_load(flag: str, model: str, error: Exception) -> ValueError:
-    """What is wrong with a model, in one line."""
+    """Return an error that says in one line what is wrong with a model."""
     reason = str(error).strip().split("\n")[0]
     return ValueError(reason if reason.startswith("--") else f"{flag}: can't load {model}: {reason}")
 
 
 def _best_dtype(config: Any, device: torch.device) -> torch.dtype:
-    """On a GPU float16, but bfloat16 for T5 and what was published in it, whose values may be too large; on a
-    CPU bfloat16 if it has instructions for it, else float32."""
+    """Return the dtype in which a model runs best on a device.
+
+    On a GPU it is float16, but bfloat16 for T5 and for what was published in bfloat16, whose values may be
+    too large. On a CPU it is bfloat16 if the CPU has instructions for it, else float32.
+    """
     if device.type == "cuda":
         outgrows_float16 = config.model_type == "t5" or config.dtype == torch.bfloat16
         return torch.bfloat16 if outgrows_float16 else torch.float16
@@ -204,7 +228,7 @@ def _best_dtype(config: Any, device: torch.device) -> torch.dtype:
 
 
 def _find_file(model: str, name: str) -> str | None:
-    """Where a file of a model lies, in its folder or in the hub's cache; fetched if need be."""
+    """Return where a file of a model lies, in its folder or in the hub's cache. It is fetched if need be."""
     kinds = ("gated_repo", "missing_entries", "connection_errors")
     return cached_file(model, name, **{f"_raise_exceptions_for_{kind}": False for kind in kinds})
 
@@ -212,7 +236,10 @@ def _find_file(model: str, name: str) -> str | None:
 def _load_network(
     model: str, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[transformers.PreTrainedModel, str]:
-    """The network, and a hash of the first values of each weight: tells models apart wherever they lie."""
+    """Return the network, and a hash of the first values of each weight.
+
+    The hash tells models apart wherever they lie.
+    """
     config = AutoConfig.from_pretrained(model)
     kind: Any = AutoModel
     options: dict[str, Any] = {}
@@ -227,8 +254,8 @@ def _load_network(
     network, info = kind.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **options)
     missing = [key for key in info["missing_keys"] if "pooler" not in key and "position_ids" not in key]
     if missing:
-        what = f"{len(missing)} parts, such as {missing[0]}"
-        raise ValueError(f"--retriever_model: {model} has no weights for {what}")
+        missing_text = f"{len(missing)} parts, such as {missing[0]}"
+        raise ValueError(f"--retriever_model: {model} has no weights for {missing_text}")
     if config.model_type == "dpr":  # a BERT inside a shell that only takes its first token
         network = (network.ctx_encoder if "ctx_encoder" in model else network.question_encoder).bert_model
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""What an encoder does with a text besides running its network: pooling, prefixes, normalisation, lengths.
+"""Settings of a text encoder besides its network: pooling, prefixes, normalisation, lengths.
 
     model name or folder -> known family (FAMILIES) -> EncoderSettings -> manifest of the index -> the server
                          -> its sentence-transformers files, for what the family leaves open
@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 POOLINGS = ("mean", "cls", "last", "max")
-MAX_LENGTH = 256  # tokens of a query or passage unless told
+MAX_LENGTH = 256  # the most tokens of a query or passage, unless the user says otherwise
 WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 BGE_ENGLISH = "Represent this sentence for searching relevant passages: "
 BGE_TASK = "<instruct>Given a web search query, retrieve relevant passages that answer the query.\n<query>"
@@ -25,7 +25,7 @@ BGE_CHINESE = "为这个句子生成表示以用于检索相关文章："
 
 @dataclass(frozen=True)
 class EncoderHints:
-    """What is known about a model from one source; None where it says nothing."""
+    """The facts about a model that one source gives. A field is None where the source says nothing."""
 
     pooling: str | None = None
     normalize: bool | None = None
@@ -43,19 +43,31 @@ FAMILIES = {
     r"\bbge\b": EncoderHints("cls", True, BGE_ENGLISH, ""),
     r"contriever": EncoderHints("mean", False, "", ""),
     r"\bdpr\b": EncoderHints("cls", False, "", ""),
-    # Compared by cosine; v1 pools by mean and v1.5 by cls.
+    # Its vectors are compared by cosine. v1 pools by mean and v1.5 by cls.
     r"\bgte\b(?!-qwen)": EncoderHints(None, True, "", ""),
     r"\bjina-embeddings-v2": EncoderHints("mean", True, "", ""),
     r"nomic-embed-text": EncoderHints("mean", True, "search_query: ", "search_document: "),
 }
-"""What the model cards say, by a pattern of the model's name in small letters; the first that fits counts."""
+"""Maps a pattern of a model's name, in small letters, to what its card says. The first that fits counts."""
 
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """How texts become vectors; kept in the manifest of an index. `pooling`: one of POOLINGS. `normalize`:
-    vectors of length 1. Prefixes go before the text as they are. Lengths are in tokens, special ones
-    included; longer texts are cut."""
+    """The settings by which texts become vectors. They are kept in the manifest of an index.
+
+    Prefixes go before the text as they are. Lengths are in tokens, special ones included. Longer texts are
+    cut.
+
+    Attributes:
+        name: The retriever's name.
+        model: The model's hub id or folder.
+        pooling: One of POOLINGS.
+        normalize: Whether vectors get length 1.
+        query_prefix: Goes before a query.
+        passage_prefix: Goes before a passage.
+        max_query_length: The most tokens of a query.
+        max_passage_length: The most tokens of a passage.
+    """
 
     name: str
     model: str
@@ -68,10 +80,13 @@ class EncoderSettings:
 
 
 def find_family(name: str, model: str) -> EncoderHints | None:
-    """The family of a model by its own name (last part of the path or hub id), else by `name`."""
-    parts = [part for part in re.split(r"[\\/]|--", model.lower()) if part]
-    hub_cache = [parts[i - 1] for i, part in enumerate(parts) if part == "snapshots" and i > 0]
-    for candidate in (*parts[-1:], *hub_cache, name.lower()):
+    """Return the family of a model by its own name, else by `name`. Return None if it is not known.
+
+    The model's own name is the last part of the path or hub id.
+    """
+    segments = [segment for segment in re.split(r"[\\/]|--", model.lower()) if segment]
+    hub_cache = [segments[i - 1] for i, segment in enumerate(segments) if segment == "snapshots" and i > 0]
+    for candidate in (*segments[-1:], *hub_cache, name.lower()):
         words = candidate.replace("_", "-")
         for pattern, family in FAMILIES.items():
             if re.search(pattern, words):
@@ -80,8 +95,14 @@ def find_family(name: str, model: str) -> EncoderHints | None:
 
 
 def read_model_files(find: Callable[[str], str | None]) -> EncoderHints:
-    """What a model's sentence-transformers files say. `find`: a file's path here, None if there is none.
-    Raises ValueError for modules that this encoder can't run."""
+    """Return what a model's sentence-transformers files say.
+
+    Args:
+        find: Returns the path of a file on this machine, or None if there is none.
+
+    Raises:
+        ValueError: For modules that this encoder can't run.
+    """
 
     def read(name: str) -> Any:
         path = find(name)
@@ -102,8 +123,8 @@ def read_model_files(find: Callable[[str], str | None]) -> EncoderHints:
         elif kind == "Normalize":
             normalize = True
         elif kind not in ("Transformer", "Dropout"):
-            what = f"a sentence-transformers module {module['type']}, which is not supported"
-            raise ValueError(f"the model has {what}")
+            unsupported = f"a sentence-transformers module {module['type']}, which is not supported"
+            raise ValueError(f"the model has {unsupported}")
     prompts = read("config_sentence_transformers.json").get("prompts") or {}
     query_prefix, passage_prefix = (
         next((prompts[name] for name in names if name in prompts), None)
@@ -117,15 +138,18 @@ def read_model_files(find: Callable[[str], str | None]) -> EncoderHints:
 
 
 def _read_pooling(config: dict[str, Any]) -> str:
-    """The one pooling mode of a Pooling module's config, new form (`pooling_mode`) or old (flags)."""
+    """Return the one pooling mode of a Pooling module's config.
+
+    The config has the new form (`pooling_mode`) or the old one (flags).
+    """
     flags = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "last"}
     modes = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
     modes += [mode for mode, on in config.items() if on is True and mode.startswith("pooling_mode_")]
     names = [mode.removeprefix("pooling_mode_") for mode in modes]
     poolings = [flags.get(name, name) for name in names]
     if len(poolings) != 1 or poolings[0] not in POOLINGS:
-        what = poolings or "nothing that it names"
-        raise ValueError(f"the model pools by {what}, expected one of {POOLINGS}")
+        actual = poolings or "nothing that it names"
+        raise ValueError(f"the model pools by {actual}, expected one of {POOLINGS}")
     return poolings[0]
 
 
@@ -137,9 +161,12 @@ def decide_settings(
     max_query_length: int | None,
     max_passage_length: int | None,
 ) -> tuple[EncoderSettings, list[str]]:
-    """The settings of a model, and lines for people about what had to be guessed. The user's `pooling` wins
-    over the family, the family over the model's files (`own`), these over the defaults (mean, no prefixes;
-    normalised, since inner products of unknown lengths mean little)."""
+    """Return the settings of a model, and lines for people about what had to be guessed.
+
+    The user's `pooling` wins over the family, the family over the model's files (`own`), and these over the
+    defaults. The defaults are mean, no prefixes, and normalised, since inner products of unknown lengths mean
+    little.
+    """
     family = find_family(name, model) or EncoderHints()
 
     def known(field: str) -> Any:
@@ -163,12 +190,15 @@ def decide_settings(
 def settings_of_index(
     values: dict[str, Any], model: str | None, pooling: str | None, max_query_length: int | None
 ) -> EncoderSettings:
-    """The settings in an index's manifest, with the model where it lies on this machine. Raises ValueError
-    for a manifest that lacks one, and for a flag that contradicts them."""
+    """Return the settings in an index's manifest, with the model where it lies on this machine.
+
+    Raises ValueError for a manifest that lacks a setting or has Dense layers, and for a flag that contradicts
+    it.
+    """
     names = [field.name for field in fields(EncoderSettings)]
     if missing := [name for name in names if name not in values]:
-        what = f"doesn't say the encoder's {', '.join(missing)}"
-        raise ValueError(f"the index's manifest {what}: build it again")
+        problem = f"doesn't say the encoder's {', '.join(missing)}"
+        raise ValueError(f"the index's manifest {problem}: build it again")
     if values.get("modules"):
         raise ValueError("the index's manifest has an encoder with Dense layers: build it again")
     settings = EncoderSettings(**{name: values[name] for name in names})

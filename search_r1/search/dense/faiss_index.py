@@ -3,7 +3,7 @@
     <name>.index -> read_mapped -> FaissIndex.search: vectors of queries -> scores, rows
     build_index: vectors of the corpus -> train -> add in chunks -> faiss.index
 
-FAISS gives -1 where it found fewer than k (in short IVF lists, say): such hits are left out.
+FAISS gives -1 where it found fewer than k, for example in short IVF lists. Such hits are left out.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from search_r1.search.memory import check_fits
 INDEX_FILE = "faiss.index"  # what build_index writes
 DEFAULT_NPROBE = 64  # lists of an IVF index that a query looks into; FAISS's own default is 1
 MIN_EF_SEARCH = 64  # candidates of an HNSW search; FAISS's own default is 16
-EXTRA_HITS = 8  # of a Flat index beside k, scored again: ties by row, and the same bits in any batch
+# Hits of a Flat index beside k. All hits are scored again, so that ties go by row and the bits are the same
+# in any batch.
+EXTRA_HITS = 8
 ADD_ROWS = 64 * 1024
 TRAIN_ROWS_PER_LIST = 64  # FAISS asks for 39 to 256
 TRAIN_ROWS = 100_000
-BLAS_FROM_QUERIES = 20  # below, FAISS multiplies query by query; measured on 384 and 768 dimensions
+BLAS_FROM_QUERIES = 20  # with fewer, FAISS multiplies query by query; measured on 384 and 768 dimensions
 
 
 class FaissIndex:
-    """Searches a FAISS index. Called by one thread at a time. A Flat or HNSW file and the lists of an IVF
-    file stay memory-mapped: no second copy in this process, one copy for all processes, nothing to wait for
-    at the start."""
+    """A FAISS index that can be searched. It is called by one thread at a time.
+
+    A Flat or HNSW file and the lists of an IVF file stay memory-mapped. So there is no second copy in this
+    process, one copy for all processes, and nothing to wait for at the start.
+    """
 
     def __init__(
         self,
@@ -44,8 +48,19 @@ class FaissIndex:
         num_threads: int,
         report: Callable[[str], None],
     ) -> None:
-        """`index`: of `read_mapped(path)`. `gpu`: copies it to all GPUs in float16, a part to each. `nprobe`:
-        for IVF. Raises ValueError for an index that can't be searched like that, and when memory is short."""
+        """Prepare an index for searches.
+
+        Args:
+            index: The result of `read_mapped(path)`.
+            path: The file of the index.
+            gpu: Copy the index to all GPUs in float16, a part to each.
+            nprobe: How many lists of an IVF index a query looks into. None means DEFAULT_NPROBE.
+            num_threads: Threads of a search.
+            report: Gets lines about what happens.
+
+        Raises:
+            ValueError: For an index that can't be searched like that, and when memory is short.
+        """
         self.num_rows = int(index.ntotal)
         self._num_threads = num_threads
         ivf = _find_ivf(index)
@@ -53,11 +68,11 @@ class FaissIndex:
             ivf.nprobe = min(nprobe or DEFAULT_NPROBE, ivf.nlist)
         elif nprobe is not None:
             raise ValueError(f"--faiss_nprobe is for IVF indexes, this is {type(index).__name__}")
-        # What `describe` says of it.
+        # What `describe` says of the index.
         self.about = {"index_type": type(index).__name__, "nprobe": None if ivf is None else int(ivf.nprobe)}
         self._vectors: np.ndarray | None = None  # [N, D] float32 of a Flat index, where they lie
-        # FAISS compares it with queries x dimensions; its default sends batches of up to 333 queries of 384
-        # dimensions to the slow path.
+        # FAISS compares this threshold with queries x dimensions. Its default sends batches of up to 333
+        # queries of 384 dimensions to the slow path.
         faiss.cvar.distance_compute_blas_threshold = BLAS_FROM_QUERIES * index.d
         if gpu:
             index = _to_gpus(index, report)
@@ -72,17 +87,20 @@ class FaissIndex:
         self._index: Any = index
 
     def search(self, queries: np.ndarray, k: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Scores and rows of each of the queries [Q, D] float32; only hits that are there, ties by row."""
+        """Return scores and rows of each of the queries [Q, D] float32, ties by row.
+
+        A query has only the hits that FAISS found, at most `k`.
+        """
         k = min(k, self.num_rows)
         num_hits = min(k + EXTRA_HITS, self.num_rows) if self._vectors is not None else k
         hnsw = getattr(self._index, "hnsw", None)
         if hnsw is not None:
             hnsw.efSearch = max(MIN_EF_SEARCH, 2 * k)
-        faiss.omp_set_num_threads(self._num_threads)  # it counts for the calling thread only
+        faiss.omp_set_num_threads(self._num_threads)  # this counts for the calling thread only
         scores, rows = self._index.search(queries, num_hits)
         if self._vectors is not None:
-            again = dot_rows(self._vectors[rows.ravel()], np.repeat(queries, num_hits, axis=0))
-            scores = again.reshape(scores.shape)
+            exact_scores = dot_rows(self._vectors[rows.ravel()], np.repeat(queries, num_hits, axis=0))
+            scores = exact_scores.reshape(scores.shape)
         orders = [np.lexsort((row, -score)) for score, row in zip(scores, rows, strict=True)]
         orders = [order[rows[i][order] >= 0][:k] for i, order in enumerate(orders)]
         return (
@@ -95,16 +113,19 @@ class FaissIndex:
 
 
 def _reason(error: RuntimeError) -> str:
-    """The last line of what FAISS says."""
+    """Return the last line of what FAISS says."""
     return str(error).strip().split("\n")[-1]
 
 
 def read_mapped(path: Path) -> Any:
-    """A FAISS index whose vectors stay in the file. Raises ValueError for one that can't be searched."""
+    """Return a FAISS index whose vectors stay in the file.
+
+    Raises ValueError for an index that can't be searched.
+    """
     try:
         try:
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP)
-        except RuntimeError:  # a kind that can't be mapped whole: only the lists of an IVF, then nothing
+        except RuntimeError:  # the kind can't be mapped whole: map the lists of an IVF index, else nothing
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP)
     except RuntimeError as error:
         raise ValueError(
@@ -117,7 +138,7 @@ def read_mapped(path: Path) -> Any:
 
 
 def _find_ivf(index: Any) -> Any:
-    """The IVF index inside of transforms and the like; None when there is none."""
+    """Return the IVF index inside of transforms and the like, or None if there is none."""
     try:
         return faiss.extract_index_ivf(index)
     except RuntimeError:
@@ -125,7 +146,10 @@ def _find_ivf(index: Any) -> Any:
 
 
 def _to_gpus(index: Any, report: Callable[[str], None]) -> Any:
-    """A copy in float16, in equal parts on all GPUs. Raises ValueError without GPUs or room."""
+    """Return a copy in float16, in equal parts on all GPUs.
+
+    Raises ValueError without GPUs or room.
+    """
     if not hasattr(faiss, "StandardGpuResources"):
         raise ValueError(
             "--faiss_gpu: this FAISS was built without GPUs (faiss-cpu): pip uninstall faiss-cpu, then pip "
@@ -147,12 +171,18 @@ def _to_gpus(index: Any, report: Callable[[str], None]) -> Any:
 
 
 def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, progress: Progress) -> None:
-    """Writes a FAISS file of vectors [N, D] float16 or float32.
+    """Write a FAISS file of vectors.
 
-    `faiss_type`: any index_factory string: Flat, HNSW64, IVF4096,Flat, IVF65536_HNSW32,SQ8, ... `gpu`: let
-    FAISS train on the GPUs. A Flat index is streamed to the disk, all others are built in memory.
+    Args:
+        vectors: [N, D] float16 or float32.
+        target: The file to write.
+        faiss_type: Any index_factory string: Flat, HNSW64, IVF4096,Flat, IVF65536_HNSW32,SQ8, ... A Flat
+            index is streamed to the disk. All others are built in memory.
+        gpu: Let FAISS train on the GPUs.
+        progress: Is told how far the work is.
 
-    Raises ValueError for a type that FAISS doesn't know.
+    Raises:
+        ValueError: For a type that FAISS doesn't know, and for more lists than vectors.
     """
     num_rows, dimension = vectors.shape
     try:
@@ -180,16 +210,16 @@ def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, p
     if not index.is_trained:
         progress("training the FAISS index", 0, 1)
         ivf = _find_ivf(index)
-        wanted = TRAIN_ROWS
+        num_training_rows = TRAIN_ROWS
         if ivf is not None:
-            wanted = max(TRAIN_ROWS, TRAIN_ROWS_PER_LIST * ivf.nlist)
+            num_training_rows = max(TRAIN_ROWS, TRAIN_ROWS_PER_LIST * ivf.nlist)
             if ivf.nlist > num_rows:
-                what = f"{ivf.nlist} lists for {num_rows:,} passages"
-                raise ValueError(f"--faiss_type: {what}, expected 39 or more for each")
+                counts = f"{ivf.nlist} lists for {num_rows:,} passages"
+                raise ValueError(f"--faiss_type: {counts}, expected 39 or more for each")
             if gpu and hasattr(faiss, "StandardGpuResources"):
                 on_gpus = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(ivf.d))
-                ivf.clustering_index = on_gpus  # FAISS keeps a pointer: the name must live on
-        index.train(vectors[:: max(1, num_rows // wanted)].astype(np.float32))
+                ivf.clustering_index = on_gpus  # FAISS only keeps a pointer, so the name must live on
+        index.train(vectors[:: max(1, num_rows // num_training_rows)].astype(np.float32))
     for chunk in chunks("adding to the FAISS index"):
         index.add(chunk)
     faiss.write_index(index, str(target))

@@ -1,8 +1,8 @@
-"""Dense retrieval: an index folder of ours is searched exactly, on a CPU or over all GPUs, a file by FAISS.
+"""Dense retrieval: exact search of our own index folders, on a CPU or over all GPUs, and FAISS for its files.
 
     queries -> Encoder -> VectorScan (scan.py) or FaissIndex (faiss_index.py) -> rows -> documents
 
-A row of the index is a row of the corpus; scores are inner products.
+A row of the index is a row of the corpus. Scores are inner products.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ ADVICE = "Use more memory, a GPU, or a FAISS index that reads less (--faiss_type
 
 
 class DenseRetriever:
-    """Called by one thread at a time. On a CPU the vectors stay in the mapped file: shared by all processes,
-    and given back when memory is short."""
+    """A retriever that compares vectors. It is called by one thread at a time.
+
+    On a CPU the vectors stay in the mapped file. They are shared by all processes, and given back when memory
+    is short.
+    """
 
     def __init__(
         self,
@@ -37,9 +40,20 @@ class DenseRetriever:
         faiss_gpu: bool = False,
         faiss_nprobe: int | None = None,
     ) -> None:
-        """Opens a folder, which is searched where the encoder runs, or a FAISS file. `faiss_gpu`: copies that
-        to all GPUs in float16, a part to each. `faiss_nprobe`: lists that a query looks into. Raises
-        ValueError when index, corpus and encoder don't belong together, and when memory is short."""
+        """Open an index.
+
+        Args:
+            corpus: The corpus that the index was built from.
+            index_path: A folder, which is searched where the encoder runs, or a FAISS file.
+            encoder: Makes the vectors of queries.
+            num_threads: Threads of a search and of the encoder on a CPU.
+            report: Gets lines about what happens.
+            faiss_gpu: Copy a FAISS index to all GPUs in float16, a part to each.
+            faiss_nprobe: How many lists of an IVF index a query looks into.
+
+        Raises:
+            ValueError: If index, corpus and encoder don't belong together, and when memory is short.
+        """
         path = Path(index_path)
         on_gpu = encoder.device.type == "cuda"
         self._corpus = corpus
@@ -65,24 +79,27 @@ class DenseRetriever:
                 f"values, {path} holds vectors of {dimension}: give the model that built the index"
             )
         if not on_gpu:
-            torch.set_num_threads(num_threads)  # of the encoder too: more threads cost more than they give
+            torch.set_num_threads(num_threads)  # for the encoder too, as more cost more than they give
         self._index: VectorScan | FaissIndex
         if self.name == "faiss":
             self._index = FaissIndex(index, path, faiss_gpu, faiss_nprobe, num_threads, report)
-            about = self._index.about
+            details = self._index.about
         else:
-            where = f"{torch.cuda.device_count()} GPUs" if on_gpu else "CPU"
-            about = {"vectors": str(vectors.dtype), "search": where}
+            device_name = f"{torch.cuda.device_count()} GPUs" if on_gpu else "CPU"
+            details = {"vectors": str(vectors.dtype), "search": device_name}
             if not on_gpu:
                 report(check_fits(path, vectors.nbytes, ADVICE))
             parts = place_on_gpus(vectors, report) if on_gpu else [torch.from_numpy(vectors)]
             self._index = VectorScan(parts)
         self.num_documents = num_vectors
         sizes = {"index_path": str(path), "num_documents": num_vectors, "dimension": dimension}
-        self._description = {"backend": self.name, **sizes, "encoder": encoder.describe(), **about}
+        self._description = {"backend": self.name, **sizes, "encoder": encoder.describe(), **details}
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` passages with the highest inner products that the index finds."""
+        """Return for each query at most `topk` passages, and their scores.
+
+        These are the passages with the highest inner products that the index finds.
+        """
         if not queries:
             return [], []
         scores, rows = self._index.search(self._encoder.encode_queries(queries), topk)

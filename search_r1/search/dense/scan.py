@@ -4,9 +4,9 @@
     queries [Q, D] -> for each chunk of rows: float32 product, its best k + EXTRA_ROWS -> merged over chunks
                    -> these few rows scored again, in double precision -> top k, ties by row
 
-The order of a product's sums depends on the shape of the batch, so its scores may be wrong by ROUNDING. The
-second scoring is the same for a row in any batch. A query whose dropped rows could still belong to its top k
-(many equal vectors, say) is scanned once more.
+The order in which a product is summed depends on the shape of the batch, so its scores may be wrong by
+ROUNDING. The second scoring is the same for a row in any batch. A query whose dropped rows could still belong
+to its top k (because of many equal vectors, say) is scanned once more.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ import torch
 
 from search_r1.search.memory import format_bytes
 
-# rows that are in float32 at once
+# How many rows are in float32 at once.
 CPU_CHUNK_ROWS = 2048
 GPU_CHUNK_ROWS = 32 * 1024
-EXTRA_ROWS = 8  # kept beside k: makes a second scan rare
-MAX_QUERIES = 512  # of one scan
-ROUNDING = 1e-5  # of |query| |row|: more than the error of a float32 sum
-GPU_RESERVE_BYTES = 2 << 30  # of each GPU: CUDA itself, the encoder, one chunk and its scores
+EXTRA_ROWS = 8  # rows kept beside k, which make a second scan rare
+MAX_QUERIES = 512  # the most queries of one scan
+ROUNDING = 1e-5  # as a share of |query| |row|; it is more than the error of a float32 sum
+GPU_RESERVE_BYTES = 2 << 30  # on each GPU, for CUDA itself, the encoder, one chunk and its scores
 
 
 def dot_rows(vectors: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """The inner product of each row of `vectors` [n, D] with the same row of `queries`: float32 [n]. A pair
-    gets the same bits whatever other pairs are there."""
+    """Return the inner product of each row of `vectors` [n, D] with the same row of `queries`: float32 [n].
+
+    A pair gets the same bits whatever other pairs are there.
+    """
     return (vectors.astype(np.float64) * queries).sum(axis=1).astype(np.float32)
 
 
 def place_on_gpus(vectors: np.ndarray, report: Callable[[str], None]) -> list[torch.Tensor]:
-    """Copies vectors [N, D] to all visible GPUs. Raises ValueError when they don't fit, before it begins."""
+    """Copy vectors [N, D] to all visible GPUs.
+
+    Raises ValueError before it begins if they don't fit.
+    """
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
     need = -(-len(vectors) // len(devices)) * vectors.shape[1] * 2 + GPU_RESERVE_BYTES
@@ -53,7 +58,10 @@ def place_on_gpus(vectors: np.ndarray, report: Callable[[str], None]) -> list[to
 
 
 def copy_to(devices: list[torch.device], vectors: np.ndarray) -> list[torch.Tensor]:
-    """The vectors in float16, neighbouring rows in equal parts on each device."""
+    """Return the vectors in float16, neighbouring rows in equal parts on each device.
+
+    Raises ValueError for values that float16 can't hold.
+    """
     size = -(-len(vectors) // len(devices))
     parts = []
     for first, device in zip(range(0, len(vectors), size), devices, strict=False):
@@ -69,11 +77,14 @@ def copy_to(devices: list[torch.device], vectors: np.ndarray) -> list[torch.Tens
 
 
 class VectorScan:
-    """Top k of inner products over stored vectors. Use by one thread at a time."""
+    """The top k of inner products over stored vectors. It is used by one thread at a time."""
 
     @torch.inference_mode()
     def __init__(self, parts: list[torch.Tensor]) -> None:
-        """`parts`: neighbouring rows [n, D] float16 or float32, each where it is searched. All are read."""
+        """Take the vectors to search. All of them are read once.
+
+        `parts` are neighbouring rows [n, D] float16 or float32, each on the device where it is searched.
+        """
         self._parts = parts
         self._chunks: list[tuple[int, torch.Tensor]] = []  # first row, rows
         self.num_rows = 0
@@ -91,10 +102,14 @@ class VectorScan:
 
     @torch.inference_mode()
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scores float32 and rows int64 [Q, min(k, N)] of queries [Q, D] float32, best first, ties by row.
-        Raises ValueError for values that are not finite numbers."""
+        """Return the best scores and rows of queries [Q, D] float32.
+
+        Scores are float32 and rows int64, both [Q, min(k, N)], best first, ties by row.
+
+        Raises ValueError for values that are not finite numbers.
+        """
         k = min(k, self.num_rows)
-        kept = min(k + EXTRA_ROWS, self.num_rows)
+        num_candidates = min(k + EXTRA_ROWS, self.num_rows)
         queries = np.ascontiguousarray(queries, np.float32)
         if not np.isfinite(queries).all():
             raise ValueError("a query's vector has a value that is not a finite number")
@@ -102,20 +117,20 @@ class VectorScan:
         rows = np.empty((len(queries), k), np.int64)
         slack = ROUNDING * np.linalg.norm(queries, axis=1) * self._longest
         for start in range(0, len(queries), MAX_QUERIES):
-            best, best_rows = self._scan(queries[start : start + MAX_QUERIES], kept)
+            best, best_rows = self._scan(queries[start : start + MAX_QUERIES], num_candidates)
             for number in range(start, start + len(best)):
                 query = queries[number]
                 scores[number], rows[number] = self._best(query, best_rows[number - start], k)
                 limit = float(scores[number, -1] - slack[number])
-                if kept < self.num_rows and best[number - start, -1] >= limit:
+                if num_candidates < self.num_rows and best[number - start, -1] >= limit:
                     scores[number], rows[number] = self._best(query, self._rows_above(query, limit), k)
         return scores, rows
 
     def _scan(self, queries: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray]:
-        """Products float32 and rows [Q, kept], best first: one pass over all vectors."""
+        """Return products float32 and rows [Q, kept], best first, from one pass over all vectors."""
         best_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         queries_on = {part.device: torch.from_numpy(queries).to(part.device) for part in self._parts}
-        for first, chunk in self._chunks:  # on GPUs this only puts work on their queues
+        for first, chunk in self._chunks:  # on GPUs the loop only puts work on their queues
             products = queries_on[chunk.device] @ self._as_float32(chunk).T
             top = products.topk(min(kept, len(chunk)), dim=1)
             pairs = [(top.values, top.indices + first)]
@@ -126,7 +141,10 @@ class VectorScan:
         return best.numpy(), rows.numpy()
 
     def _as_float32(self, chunk: torch.Tensor) -> torch.Tensor:
-        """The chunk's rows in float32. In the device's one buffer: new memory costs more than the product."""
+        """Return the chunk's rows in float32.
+
+        They are in the device's one buffer, because new memory costs more than the product.
+        """
         if chunk.dtype == torch.float32:
             return chunk
         if chunk.device not in self._buffers:
@@ -135,7 +153,7 @@ class VectorScan:
         return self._buffers[chunk.device][: len(chunk)].copy_(chunk)
 
     def _rows_above(self, query: np.ndarray, limit: float) -> np.ndarray:
-        """All rows whose product is at least `limit`, ascending."""
+        """Return all rows whose product is at least `limit`, ascending."""
         rows = []
         for first, chunk in self._chunks:
             products = self._as_float32(chunk) @ torch.from_numpy(query).to(chunk.device)
@@ -143,22 +161,22 @@ class VectorScan:
         return torch.cat(rows).numpy()
 
     def _best(self, query: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k best of some rows, scored again."""
+        """Return the k best of some rows, scored again."""
         scores = np.empty(len(rows), np.float32)
         first = 0
         for part in self._parts:
-            here = np.flatnonzero((rows >= first) & (rows < first + len(part)))
-            for start in range(0, len(here), CPU_CHUNK_ROWS):
-                some = here[start : start + CPU_CHUNK_ROWS]
-                index = torch.from_numpy(rows[some] - first).to(part.device)
-                scores[some] = dot_rows(part[index].float().cpu().numpy(), query)
+            positions = np.flatnonzero((rows >= first) & (rows < first + len(part)))
+            for start in range(0, len(positions), CPU_CHUNK_ROWS):
+                chunk = positions[start : start + CPU_CHUNK_ROWS]
+                index = torch.from_numpy(rows[chunk] - first).to(part.device)
+                scores[chunk] = dot_rows(part[index].float().cpu().numpy(), query)
             first += len(part)
         order = np.lexsort((rows, -scores))[:k]
         return scores[order], rows[order]
 
 
 def _merge(pairs: list[tuple[torch.Tensor, torch.Tensor]], kept: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `kept` best of several (products, rows) [Q, ..], best first."""
+    """Return the `kept` best of several (products, rows) [Q, ..], best first."""
     products, rows = (torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True))
     top = products.topk(min(kept, products.shape[1]), dim=1)
     return top.values, rows.gather(1, top.indices)

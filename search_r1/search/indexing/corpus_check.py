@@ -1,6 +1,6 @@
-"""Checks a whole corpus before hours are spent on an index of it: broken lines, double ids, its hash.
+"""Check a whole corpus before hours are spent on an index of it: broken lines, double ids, its hash.
 
-Memory: 8 bytes per row for a hash of its id; some 30 at the end, when these are sorted.
+It takes 8 bytes of memory per row for a hash of its id, and some 30 at the end, when these are sorted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_NAMED = 10
 
 @dataclass
 class Faults:
-    """Faults of one kind: how many there are, and the first of them as lines for people."""
+    """The faults of one kind: how many there are, and the first of them as lines for people."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)
@@ -37,27 +37,39 @@ class Faults:
 
 @dataclass
 class CorpusReport:
-    """What `check_corpus` found; `sha256` is of the whole file. `broken`: "line 7: not valid JSON (...)".
-    `duplicates`: rows whose id an earlier row has, "line 9: the id '7' is at line 3 already". `empty`: rows
-    whose contents have no text."""
+    """The result of `check_corpus`.
+
+    Attributes:
+        path: The file, unpacked.
+        num_documents: The number of rows.
+        num_bytes: The size of the file.
+        mtime_ns: The time of the file before it was read.
+        sha256: The hash of the whole file.
+        broken: Lines that can't be read: "line 7: not valid JSON (...)".
+        duplicates: Rows whose id an earlier row has: "line 9: the id '7' is at line 3 already".
+        empty: Rows whose contents have no text.
+    """
 
     path: Path
     num_documents: int
     num_bytes: int
-    mtime_ns: int  # of the file, before it was read
+    mtime_ns: int
     sha256: str = ""
     broken: Faults = field(default_factory=Faults)
     duplicates: Faults = field(default_factory=Faults)
     empty: Faults = field(default_factory=Faults)
 
     def is_outdated(self) -> bool:
-        """Whether the file has another size or time by now."""
+        """Return whether the file has another size or time by now."""
         stat = self.path.stat()
         return (stat.st_size, stat.st_mtime_ns) != (self.num_bytes, self.mtime_ns)
 
 
 def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusReport:
-    """Reads the whole file and reports; only a file that can't be read at all raises ValueError."""
+    """Read the whole file and report on it.
+
+    Raises ValueError only for a file that can't be read at all, or that changes meanwhile.
+    """
     with Corpus.open(path, progress, check=False) as corpus:
         report = CorpusReport(corpus.path, len(corpus), corpus.num_bytes, corpus.path.stat().st_mtime_ns)
         ids = bytearray()
@@ -73,15 +85,15 @@ def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusRe
             ids += NO_ID if identifier is None else blake2b(str(identifier).encode(), digest_size=8).digest()
             if progress is not None and row % 1000 == 999:
                 progress("checking the corpus", row + 1, len(corpus))
-        # "7" and 7 are one id. That two of 21 million ids share a hash has odds of 1 in 80,000.
+        # "7" and 7 are one id. The odds that two of 21 million ids share a hash are 1 in 80,000.
         hashes = np.frombuffer(ids, np.uint64)
         order = np.argsort(hashes, kind="stable")
         ordered = hashes[order]
-        again = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)) + 1
-        report.duplicates.count = len(again)
-        for place in again[np.argsort(order[again])][:MAX_NAMED]:
-            row = int(order[place])
-            first = int(order[np.searchsorted(ordered, ordered[place])])
+        repeats = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)) + 1
+        report.duplicates.count = len(repeats)
+        for position in repeats[np.argsort(order[repeats])][:MAX_NAMED]:
+            row = int(order[position])
+            first = int(order[np.searchsorted(ordered, ordered[position])])
             identifier = parse_line(next(corpus.lines(row))[1])["id"]
             report.duplicates.named.append(
                 f"line {corpus.line_number(row)}: the id {str(identifier)!r} is at line "

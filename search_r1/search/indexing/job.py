@@ -1,4 +1,4 @@
-"""One index from begun to finished, so that a kill at any moment loses little and never leaves half an index.
+"""Build one index so that a kill at any moment loses little and never leaves half an index.
 
     IndexJob, Corpus -> <target>.building/{request.json, lock, index/}     the backend writes into index/
                      -> index/ with its manifest                           the manifest comes last
@@ -31,13 +31,16 @@ from search_r1.search.memory import check_room
 
 @dataclass(frozen=True)
 class IndexJob:
-    """What is to be built where.
+    """An index to build, and where.
 
-    target: the finished index; a folder, or a file when `file_name` is set.
-    request: all that decides what the index is like, as JSON values; a resumed build must have the same.
-    build: (corpus, folder, progress) -> parameters for the manifest; goes on from what is in `folder`.
-    needed_bytes: a guess of the disk space that it takes while it is built.
-    file_name: the file in `folder` that becomes `target`; None: the folder itself does.
+    Attributes:
+        target: The finished index: a folder, or a file when `file_name` is set.
+        backend: The backend that will search it.
+        request: All that decides what the index is like, as JSON values. A resumed build must have the same.
+        build: Turns (corpus, folder, progress) into parameters for the manifest. It goes on from what is in
+            `folder`.
+        needed_bytes: A guess of the disk space that it takes while it is built.
+        file_name: The file in `folder` that becomes `target`. None means that the folder itself does.
     """
 
     target: Path
@@ -61,28 +64,38 @@ def run_job(
     progress: Progress,
     report: Callable[[str], None],
 ) -> bool:
-    """Builds the index; False when it was there already.
+    """Build an index.
 
-    overwrite: replace a finished index, or a begun one, of another corpus or other flags.
-    command: kept in the manifest, to be shown when the index meets another corpus.
+    Args:
+        job: The index.
+        corpus: Its corpus.
+        checked: The report of `check_corpus` on the corpus.
+        overwrite: Replace a finished index, or a begun one, of another corpus or other flags.
+        command: Is kept in the manifest, to be shown when the index meets another corpus.
+        progress: Is told how far the build is.
+        report: Gets lines about what happens.
 
-    Raises ValueError when the target is taken, when another process builds it, when the disk is too small,
-    and when the corpus changes meanwhile.
+    Returns:
+        False if the index was there already.
+
+    Raises:
+        ValueError: If the target is taken, if another process builds it, if the disk is too small, and if the
+            corpus changes meanwhile.
     """
-    begun = time.monotonic()
-    of = corpus.fingerprint() | {"sha256": checked.sha256}
-    identity = {"backend": job.backend, "corpus": of, "request": job.request}
+    started = time.monotonic()
+    hashes = corpus.fingerprint() | {"sha256": checked.sha256}
+    identity = {"backend": job.backend, "corpus": hashes, "request": job.request}
     note = job.work / "request.json"
     folder = job.work / "index"
     job.work.parent.mkdir(parents=True, exist_ok=True)
     with _locked(job.work):
-        before = None  # without a note: it is written before anything else, so nothing is worth keeping
+        noted = None  # no note: it is written before anything else, so there is nothing worth keeping
         with contextlib.suppress(OSError, ValueError):
-            before = json.loads(note.read_text(encoding="utf-8"))
+            noted = json.loads(note.read_text(encoding="utf-8"))
         if job.target.exists():
             existing = _identity_of(job.target, identity)
             if existing == identity:
-                if before in (identity, None):  # killed between the last rename and the end
+                if noted in (identity, None):  # a build was killed between the last rename and the end
                     shutil.rmtree(job.work)
                 return False
             if not overwrite:
@@ -90,12 +103,12 @@ def run_job(
                     f"{job.target} is an index {_difference(existing, identity)}: give another --save_dir, "
                     "or --overwrite to replace it"
                 )
-        resumed = before == identity and folder.exists()
+        resumed = noted == identity and folder.exists()
         if resumed:
             report(f"going on with {job.work}")
-        elif before not in (identity, None) and not overwrite:
+        elif noted not in (identity, None) and not overwrite:
             raise ValueError(
-                f"{job.work} holds a begun index {_difference(before, identity)}: "
+                f"{job.work} holds a begun index {_difference(noted, identity)}: "
                 "remove that folder, or give --overwrite to begin anew"
             )
         else:
@@ -108,7 +121,7 @@ def run_job(
             raise ValueError(f"{checked.path} was changed while the index was built: build it again")
         built = {
             "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - begun, 1),
+            "seconds": round(time.monotonic() - started, 1),
             "resumed": resumed,
             "request": job.request,
             "command": command,
@@ -119,14 +132,14 @@ def run_job(
         for path in filter(Path.is_file, folder.rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        write_manifest(inner, Manifest(job.backend, of | {"name": checked.path.name}, parameters, built))
-        # The renames; each may be the last thing before a kill. An old index is out of the way before the new
-        # one takes its name, and removed afterwards.
+        write_manifest(inner, Manifest(job.backend, hashes | {"name": checked.path.name}, parameters, built))
+        # Now come the renames. Each may be the last thing before a kill. An old index is out of the way
+        # before the new one takes its name, and is removed afterwards.
         if job.target.exists():
             shutil.rmtree(job.work / "old", ignore_errors=True)
             (job.work / "old").mkdir()
             job.target.rename(job.work / "old" / job.target.name)
-        if job.file_name is not None:  # before the file, which is nothing without it
+        if job.file_name is not None:  # the manifest goes before the file, which is nothing without it
             manifest_path(inner).replace(manifest_path(job.target))
         inner.rename(job.target)
         shutil.rmtree(job.work, ignore_errors=True)
@@ -135,7 +148,7 @@ def run_job(
 
 @contextlib.contextmanager
 def _locked(work: Path) -> Iterator[None]:
-    """Holds the lock of a work folder, and leaves none behind that is empty."""
+    """Hold the lock of a work folder, and leave none behind that is empty."""
     work.mkdir(exist_ok=True)
     with (work / "lock").open("a") as file:
         try:
@@ -152,25 +165,31 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 def _identity_of(target: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """What a finished index is, with the fields that `like` has. Raises ValueError when it isn't ours."""
+    """Return what a finished index is, with the fields that `like` has.
+
+    Raises ValueError for an index that isn't ours.
+    """
     manifest = read_manifest(target)
     if manifest is None:
         remedy = "remove it, or give another --save_dir"
         raise ValueError(f"{target} exists and was not built by this program: {remedy}")
-    of = {name: manifest.corpus.get(name) for name in like["corpus"]}
-    return {"backend": manifest.backend, "corpus": of, "request": manifest.built.get("request")}
+    corpus = {name: manifest.corpus.get(name) for name in like["corpus"]}
+    return {"backend": manifest.backend, "corpus": corpus, "request": manifest.built.get("request")}
 
 
 def _difference(existing: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """What sets an existing build apart: "of another corpus (...)", "built with max_length 180 (now 256)"."""
+    """Say what sets an existing build apart.
+
+    Examples are "of another corpus (...)" and "built with max_length 180 (now 256)".
+    """
     if existing["corpus"] != wanted["corpus"]:
-        theirs, ours = (
+        existing_corpus, wanted_corpus = (
             f"{corpus['num_documents']} documents, sha256 {str(corpus['sha256'])[:12]}"
             for corpus in (existing["corpus"], wanted["corpus"])
         )
-        return f"of another corpus ({theirs}; the corpus given has {ours})"
-    before = existing["request"] or {}
-    now = wanted["request"]
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    words = [f"{name} {before.get(name)!r} (now {now.get(name)!r})" for name in names]
+        return f"of another corpus ({existing_corpus}; the corpus given has {wanted_corpus})"
+    old = existing["request"] or {}
+    new = wanted["request"]
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    words = [f"{name} {old.get(name)!r} (now {new.get(name)!r})" for name in names]
     return f"built with {', '.join(words)}" if words else f"for {existing['backend']}"

@@ -1,1 +1,1 @@
-"""Search engines on the web as a backend: SerpAPI, Google's Custom Search, any JSON API by a template."""
+"""Search engines on the web as a backend: SerpAPI and Google's Custom Search."""

@@ -2,8 +2,8 @@
 
     queries -> SerpAPI or Google's Custom Search: rate limit, retries -> Document('"Title"\\ntext')
 
-Formats: SerpAPI's "Google Search Engine Results API", cse.list of Google's Custom Search JSON API. Both
-answer ten results a page; a query that wants more takes several pages.
+The formats are SerpAPI's "Google Search Engine Results API" and cse.list of Google's Custom Search JSON API.
+Both answer ten results a page. A query that wants more takes several pages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import httpx
 from search_r1.search.replies import error_text, retry_after, without_surrogates
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
 
-CONCURRENCY = 8  # requests under way; how many begin a second is for the rate to say
-# Google answers no more than 100 results
+CONCURRENCY = 8  # requests under way at once; the rate says how many may begin in a second
+# Google answers no more than 100 results.
 PAGE_SIZE = 10
 MAX_PAGES = 10
 BAD_QUERY = (400, 404, 413, 414, 422)  # statuses about one query, not about the key or the account
-# seconds
+# The next four are in seconds.
 FIRST_PAUSE = 0.5
 MAX_PAUSE = 8.0
 MAX_RETRY_AFTER = 3600.0
@@ -38,16 +38,16 @@ CONNECT_SECONDS = 10.0
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-r1-verl)", "Accept-Encoding": "gzip"}
 
 Page = dict[str, Any]
-"""What an engine found: `contents` (first line the title in quotation marks, then text), title, url, ..."""
+"""A page that was found: `contents` (first line the title in quotation marks, then text), title, url, ..."""
 
 
 class BadReply(ValueError):
-    """A reply that is not what this engine sends; asking again may help."""
+    """A reply that is not what this engine sends. Asking again may help."""
 
 
 @dataclass(frozen=True)
 class SerpApi:
-    """SerpAPI: the answer box, then the organic results, then the related questions."""
+    """The engine SerpAPI: the answer box, then the organic results, then the related questions."""
 
     key: str
     engine: str
@@ -59,7 +59,10 @@ class SerpApi:
         return parameters | ({"start": str(page * PAGE_SIZE)} if page else {})
 
     def parse(self, reply: Any) -> list[Page | None]:
-        """What was found, best first. Raises BadReply."""
+        """Return what was found, best first.
+
+        Raises BadReply.
+        """
         if not isinstance(reply, dict):
             raise BadReply(f"found a JSON {type(reply).__name__}, expected an object")
         status = (reply.get("search_metadata") or {}).get("status")
@@ -82,7 +85,7 @@ class SerpApi:
 
 @dataclass(frozen=True)
 class GoogleSearch:
-    """Google's Custom Search JSON API: titles and snippets."""
+    """The engine of Google's Custom Search JSON API: titles and snippets."""
 
     key: str
     engine_id: str
@@ -94,7 +97,10 @@ class GoogleSearch:
         return parameters | ({"start": str(1 + page * PAGE_SIZE)} if page else {})
 
     def parse(self, reply: Any) -> list[Page | None]:
-        """What was found, best first. Raises BadReply."""
+        """Return what was found, best first.
+
+        Raises BadReply.
+        """
         if not isinstance(reply, dict) or ("items" not in reply and "searchInformation" not in reply):
             raise BadReply("found neither items nor searchInformation in the reply")
         items = _items(reply, "items")
@@ -109,7 +115,7 @@ def _items(reply: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _page(title: Any, text: Any, url: Any, **more: Any) -> Page | None:
-    """None for a result without text."""
+    """Return a result as a page, or None for a result without text."""
     if not isinstance(text, str) or not text.strip():
         return None
     title = " ".join(str(title or "").split())
@@ -117,12 +123,21 @@ def _page(title: Any, text: Any, url: Any, **more: Any) -> Page | None:
 
 
 class OnlineRetriever:
-    """Searches the web. The score of a document is 1 / rank. Any number of threads may use it."""
+    """A retriever that searches the web. The score of a document is 1 / rank.
+
+    Any number of threads may use it.
+    """
 
     num_documents = None
 
     def __init__(self, engine: SerpApi | GoogleSearch, rate: float = 5, timeout: float = 20) -> None:
-        """`rate`: requests a second. `timeout`: seconds for a batch of queries."""
+        """Create the retriever.
+
+        Args:
+            engine: The search engine.
+            rate: Requests a second.
+            timeout: Seconds for a batch of queries.
+        """
         self.name = engine.name
         self._engine = engine
         self._rate = rate
@@ -130,15 +145,18 @@ class OnlineRetriever:
         self._lock = threading.Lock()
         self._next_start = 0.0  # time.monotonic() from which the next request may start
         self._closed = threading.Event()
-        self._jitter = random.Random()  # of its own: a retry must not move anybody's random numbers
+        self._jitter = random.Random()  # its own, so that a retry does not move anybody's random numbers
         # Unlike the search server's address, an engine on the web may need the proxy of this network.
         self._http = httpx.Client(trust_env=True, headers=HEADERS)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs addresses, and keys are part of them
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix=engine.name)
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` pages. A query that the engine does not accept finds nothing. Raises
-        RetrievalUnavailable when a query was not answered in time."""
+        """Return at most `topk` pages for each query.
+
+        A query that the engine does not accept finds nothing. Raises RetrievalUnavailable if a query was not
+        answered in time.
+        """
         deadline = time.monotonic() + self._timeout
         clean = [without_surrogates(query) for query in queries]
         submit = self._threads.submit
@@ -167,8 +185,11 @@ class OnlineRetriever:
         return pages[:topk]
 
     def _results(self, query: str, number: int, deadline: float) -> list[Page]:
-        """One page of results. 429, 408, 5xx, no connection and nonsense are tried again, with growing
-        pauses, as Retry-After says where it is there; any other 4xx is not. Raises RetrievalUnavailable."""
+        """Return one page of results.
+
+        429, 408, 5xx, no connection and nonsense are tried again, with growing pauses, or as Retry-After
+        says. Any other 4xx is not. Raises RetrievalUnavailable.
+        """
         pause = FIRST_PAUSE
         problem = "no time was left"
         while True:
@@ -179,13 +200,13 @@ class OnlineRetriever:
                     raise self._unavailable(f"{problem} ({allowed})")
                 self._next_start = start + 1.0 / self._rate
             self._sleep(start - time.monotonic())
-            left = max(0.001, deadline - time.monotonic())
+            remaining = max(0.001, deadline - time.monotonic())
             told_pause = None
             try:
                 response = self._http.get(
                     self._engine.url,
                     params=self._engine.parameters(query, number),
-                    timeout=httpx.Timeout(left, connect=min(left, CONNECT_SECONDS)),
+                    timeout=httpx.Timeout(remaining, connect=min(remaining, CONNECT_SECONDS)),
                 )
                 if response.is_success:
                     return list(filter(None, self._engine.parse(response.json())))
@@ -224,8 +245,10 @@ class OnlineRetriever:
 
 
 def online_engine(kind: str, arguments: argparse.Namespace) -> SerpApi | GoogleSearch:
-    """The engine `kind` (serpapi, google) as the flags and the environment describe it. Raises ValueError for
-    flags that can't work, and for missing keys."""
+    """Return the engine `kind` (serpapi, google) as the flags and the environment describe it.
+
+    Raises ValueError for flags that can't work, and for missing keys.
+    """
     for name in ("search_rate", "search_timeout"):
         value = getattr(arguments, name)
         if not 0 < value < math.inf:

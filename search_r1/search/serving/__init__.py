@@ -1,1 +1,1 @@
-"""The HTTP server behind `search_r1.search.server`: the door, micro-batching, pages, metrics, processes."""
+"""The HTTP server behind `search_r1.search.server`: endpoint, micro-batching, pages, metrics, processes."""

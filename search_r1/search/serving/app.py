@@ -1,4 +1,4 @@
-"""The server's routes: POST /retrieve bare (see retrieve_endpoint.py), all the rest in FastAPI.
+"""The server's routes: POST /retrieve on its own (see retrieve_endpoint.py), all the rest in FastAPI.
 
     POST /retrieve      Search-R1's protocol            GET /metrics        Prometheus
     GET  /health        loading or ready, and of what   GET /openapi.json   this list, with schemas
@@ -49,7 +49,7 @@ REFUSALS = {
 
 
 class RetrieveFields(BaseModel):
-    """queries, or a single query. Other fields are ignored."""
+    """A request with queries, or with a single query. Other fields are ignored."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -67,14 +67,14 @@ class RetrieveFields(BaseModel):
 
 
 class DocumentFields(BaseModel):
-    """A line of the corpus, all its fields."""
+    """A line of the corpus with all its fields."""
 
     model_config = ConfigDict(extra="allow")
     contents: str = Field(description='"Title" line, then the text')
 
 
 class Hit(BaseModel):
-    """A document with its score; higher is better, null: not a number."""
+    """A document with its score. Higher is better. Null stands for what is not a number."""
 
     document: DocumentFields
     score: float | None
@@ -87,13 +87,13 @@ class RetrieveReply(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """What is wrong."""
+    """The reason for a refusal."""
 
     detail: str
 
 
 def create_app(service: RetrievalService) -> ASGIApp:
-    """All routes over a service."""
+    """Return the application with all routes over a service."""
     retrieve_endpoint = RetrieveEndpoint(service)
     rest = FastAPI(title="Search-R1 retrieval server", redoc_url=None)
     page = Path(__file__).with_name("page.html").read_bytes()

@@ -5,21 +5,21 @@
         equal query waiting or searched right now: joins it
         else: waits in the lane of its topk --(worker thread: next batch)--> batch_search -> cache, tickets
 
-**When a batch leaves.** As soon as the backend is free: a lone request never waits, and while the backend
-searches, queries pile up and go together. One exception: clients that have just been answered are about to
-ask again, and leaving with the first of them alone would cost an expensive backend a whole pass. So the batch
-is held until three quarters of the queries that were open when the last batch ended are there again, but no
-longer than `max_wait_ms` and half the time that a batch takes: a lone client (three quarters of one is none)
-not at all.
+**When a batch leaves.** A batch leaves as soon as the backend is free. A lone request never waits, and while
+the backend searches, queries pile up and go together. There is one exception. Clients that have just been
+answered are about to ask again, and leaving with the first of them alone would cost an expensive backend a
+whole pass. So the batch is held until three quarters of the queries that were open when the last batch ended
+are there again. It is held no longer than `max_wait_ms`, and no longer than half the time that a batch takes.
+For a lone client it is not held at all, because three quarters of one is none.
 
 **Who goes into it.** Up to `max_batch` queries of one topk, in turns of SHARE per request, so that one
 question doesn't wait behind a request of ten thousand. Requests with another topk are next in turn.
 
-**What is bounded.** Queries and documents of all open requests: past that `submit` refuses. A request past
-its deadline, or given up by its client, leaves the queue, and its queries are not searched unless somebody
-else waits for them.
+**What is bounded.** The queries and documents of all open requests are bounded, and past that `submit`
+refuses. A request past its deadline, or given up by its client, leaves the queue. Its queries are not
+searched unless somebody else waits for them.
 
-Everything but `batch_search` itself runs on the event loop; the lock guards only what the worker takes from.
+Everything but `batch_search` itself runs on the event loop. The lock guards only what the worker takes from.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from search_r1.search.launch import BatchSettings
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchBackend
 from search_r1.search.serving.metrics import Metrics
 
-RETURNING = 0.75  # of the queries that were open: when so many are there again, a held batch leaves
+RETURNING = 0.75  # a held batch leaves when this share of the queries that were open is there again
 SHARE = 32  # queries of one request before it is the next one's turn
 MAX_CACHE_BYTES = 256 * 2**20
-MAX_OPEN_DOCUMENTS = 500_000  # asked for by all open requests; about a kilobyte each when they are there
-MAX_FAILED_CALLS = 16  # of one batch: one bad query among 16,384 is found in 15
-RETRY_SECONDS = 1  # until a refused client should ask again
+MAX_OPEN_DOCUMENTS = 500_000  # the documents that all open requests ask for, about a kilobyte each
+MAX_FAILED_CALLS = 16  # failed calls for one batch; one bad query among 16,384 is found in 15
+RETRY_SECONDS = 1  # the time until a refused client should ask again
 SWEEP_SECONDS = 0.1
 SLOW_SECONDS = 0.25  # from here on it pays to know whether the client is still there
 
@@ -53,7 +53,13 @@ logger = logging.getLogger(__name__)
 
 
 class Refusal(Exception):
-    """A request that isn't served. `status`: 4xx or 5xx; `retry_after`: seconds, for 503."""
+    """A refusal to serve a request.
+
+    Attributes:
+        status: The HTTP status, 4xx or 5xx.
+        detail: The reason, as text for people.
+        retry_after: Seconds, for 503.
+    """
 
     def __init__(self, status: int, detail: str, retry_after: int | None = None) -> None:
         super().__init__(detail)
@@ -71,14 +77,18 @@ class Hits:
 
     @classmethod
     def of(cls, documents: Sequence[Document], scores: Sequence[float]) -> Hits:
-        """From what a backend returns. A score that JSON has no number for (nan, inf) becomes null."""
+        """Return the hits in what a backend returns.
+
+        A score that JSON has no number for (nan, inf) becomes null. Raises ValueError unless there is one
+        score for each document.
+        """
         if len(documents) != len(scores):
             raise ValueError(f"the backend gave {len(documents)} documents with {len(scores)} scores")
         written = orjson.dumps(list(scores), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
         return cls(tuple([document.json for document in documents]), tuple(written) if documents else ())
 
     def write(self, return_scores: bool) -> bytes:
-        """The JSON list of this query in the reply."""
+        """Return the JSON list of this query in the reply."""
         if not return_scores:
             return b"[%b]" % b",".join(self.documents)
         pairs = zip(self.documents, self.scores, strict=True)
@@ -86,9 +96,13 @@ class Hits:
 
 
 class ResultCache:
-    """(query, topk) -> Hits, least recently used out first, bounded by entries and by bytes. A larger topk
-    does not answer a smaller one: approximate indexes, rerankers and fusion may order the first places
-    differently when asked for more."""
+    """A cache (query, topk) -> Hits, bounded by entries and by bytes.
+
+    The least recently used entry is dropped first.
+
+    A larger topk does not answer a smaller one. Approximate indexes, rerankers and fusion may order the first
+    documents differently when asked for more.
+    """
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
@@ -106,7 +120,10 @@ class ResultCache:
 
     def put(self, query: str, topk: int, hits: Hits) -> None:
         def num_bytes(query: str, hits: Hits) -> int:
-            """About: 80 for the objects of a document and 600 for all others."""
+            """Return about how many bytes an entry takes.
+
+            The objects of a document take 80, and all others 600.
+            """
             return 600 + 4 * len(query) + sum(map(len, hits.documents)) + 80 * len(hits.documents)
 
         if (query, topk) in self._entries:
@@ -120,12 +137,12 @@ class ResultCache:
 
 @dataclass(eq=False, slots=True)
 class _Query:
-    """A distinct query that waits or is searched; `owner` is the ticket in whose turn it goes."""
+    """A distinct query that waits or is searched. `owner` is the ticket in whose turn it goes."""
 
     text: str
     topk: int
     owner: Ticket
-    waiters: dict[Ticket, list[int]] = field(default_factory=dict)  # ticket -> places in it
+    waiters: dict[Ticket, list[int]] = field(default_factory=dict)  # ticket -> positions of the query in it
 
 
 @dataclass(eq=False, slots=True)
@@ -137,10 +154,10 @@ class Ticket:
     hits: list[Hits | None]
     future: asyncio.Future[None]
     when_slow: Callable[[Ticket], None] | None = None
-    num_queries: int = 0  # that were not in the cache
-    num_missing: int = 0  # of these
+    num_queries: int = 0  # those that were not in the cache
+    num_missing: int = 0  # those of them that have no hits yet
     queries: list[_Query] = field(default_factory=list)  # all that it waits for
-    waiting: dict[_Query, None] = field(default_factory=dict)  # those it owns that are not searched yet
+    waiting: dict[_Query, None] = field(default_factory=dict)  # those that it owns and are not searched yet
 
 
 class Batcher:
@@ -149,7 +166,7 @@ class Batcher:
     def __init__(self, retriever: SearchBackend, settings: BatchSettings, metrics: Metrics) -> None:
         self.settings = settings
         self.cache = ResultCache(settings.cache_size)
-        self.num_queries = self.num_documents = 0  # of open requests
+        self.num_queries = self.num_documents = 0  # those of open requests
         self._retriever = retriever
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,9 +176,9 @@ class Batcher:
         self._changed = threading.Condition()
         self._lanes: OrderedDict[int, OrderedDict[Ticket, None]] = OrderedDict()  # by topk
         self._num_waiting = 0  # queries in the lanes
-        self._notify_at: float = 1  # the worker sleeps until so many wait
+        self._notify_at: float = 1  # the worker sleeps until this many wait
         self._expected = 0
-        self._batch_seconds = 0.0  # smoothed
+        self._batch_seconds = 0.0  # the time that a batch takes, smoothed
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="search", daemon=True)
 
@@ -172,18 +189,29 @@ class Batcher:
         arrived: float,
         when_slow: Callable[[Ticket], None] | None = None,
     ) -> Ticket:
-        """Asks for the Hits of `queries`, in order. Raises Refusal 503 when the queue is full. `arrived`:
-        time.monotonic() from which the request's time counts. `when_slow` is called once, with the ticket, if
-        it takes longer than SLOW_SECONDS."""
+        """Ask for the Hits of `queries`, in order.
+
+        Args:
+            queries: The queries of one request.
+            topk: Documents per query.
+            arrived: The time.monotonic() from which the request's time counts.
+            when_slow: Is called once, with the ticket, if the request takes longer than SLOW_SECONDS.
+
+        Returns:
+            The ticket. Its future ends when all hits are there.
+
+        Raises:
+            Refusal: 503, if the queue is full.
+        """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._worker.start()
         ticket = Ticket(topk, arrived, [None] * len(queries), self._loop.create_future(), when_slow)
         missing = []
-        for place, query in enumerate(queries):
-            ticket.hits[place] = hits = self.cache.get(query, topk)
+        for position, query in enumerate(queries):
+            ticket.hits[position] = hits = self.cache.get(query, topk)
             if hits is None:
-                missing.append(place)
+                missing.append(position)
         ticket.num_queries = ticket.num_missing = len(missing)
         self._metrics.queries.inc(len(queries))
         self._metrics.cache_hits.inc(len(queries) - len(missing))
@@ -201,16 +229,16 @@ class Batcher:
         if not self._tickets:
             self._schedule_sweep()
         self._tickets[ticket] = None
-        for place in missing:
-            key = (queries[place], topk)
-            known = self._open.get(key)
-            if known is None:
-                known = self._open[key] = _Query(*key, ticket)
-                ticket.waiting[known] = None
-            if ticket not in known.waiters:
-                known.waiters[ticket] = []
-                ticket.queries.append(known)
-            known.waiters[ticket].append(place)
+        for position in missing:
+            key = (queries[position], topk)
+            open_query = self._open.get(key)
+            if open_query is None:
+                open_query = self._open[key] = _Query(*key, ticket)
+                ticket.waiting[open_query] = None
+            if ticket not in open_query.waiters:
+                open_query.waiters[ticket] = []
+                ticket.queries.append(open_query)
+            open_query.waiters[ticket].append(position)
         if ticket.waiting:
             with self._changed:
                 self._lanes.setdefault(topk, OrderedDict())[ticket] = None
@@ -220,8 +248,10 @@ class Batcher:
         return ticket
 
     def drop(self, ticket: Ticket, error: Exception) -> None:
-        """Takes a ticket out, and ends its future with `error`; a query that nobody else waits for is not
-        searched. Nothing happens to a ticket that has ended."""
+        """Take a ticket out, and end its future with `error`.
+
+        A query that nobody else waits for is not searched. Nothing happens to a ticket that has ended.
+        """
         if ticket not in self._tickets:
             return
         with self._changed:
@@ -241,7 +271,7 @@ class Batcher:
             ticket.future.set_exception(error)
 
     def close(self, timeout: float) -> bool:
-        """Ends the worker. False if the backend did not come back within `timeout` seconds."""
+        """End the worker. Return False if the backend did not come back within `timeout` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -249,7 +279,7 @@ class Batcher:
             self._worker.join(timeout)
         return not self._worker.is_alive()
 
-    # On the event loop.
+    # What follows runs on the event loop.
 
     def _close_ticket(self, ticket: Ticket) -> None:
         del self._tickets[ticket]
@@ -260,7 +290,7 @@ class Batcher:
     def _deliver(
         self, queries: list[_Query], outcomes: list[Hits | Refusal], started: float, seconds: float
     ) -> None:
-        """Gives the outcome of each query to those who wait for it."""
+        """Give the outcome of each query to those who wait for it."""
         for query, outcome in zip(queries, outcomes, strict=True):
             del self._open[query.text, query.topk]
             if isinstance(outcome, Refusal):
@@ -268,10 +298,10 @@ class Batcher:
                     self.drop(ticket, outcome)
                 continue
             self.cache.put(query.text, query.topk, outcome)
-            for ticket, places in query.waiters.items():
-                for place in places:
-                    ticket.hits[place] = outcome
-                ticket.num_missing -= len(places)
+            for ticket, positions in query.waiters.items():
+                for position in positions:
+                    ticket.hits[position] = outcome
+                ticket.num_missing -= len(positions)
                 if ticket.num_missing == 0:
                     self._close_ticket(ticket)
                     if not ticket.future.done():
@@ -287,7 +317,7 @@ class Batcher:
         self._loop.call_later(min(SWEEP_SECONDS, self.settings.request_timeout_s / 4), self._sweep)
 
     def _sweep(self) -> None:
-        """Ends requests that are past their deadline, and has a look at slow ones."""
+        """End requests that are past their deadline, and look at slow ones."""
         now = time.monotonic()
         timeout = self.settings.request_timeout_s
         for ticket in list(self._tickets):
@@ -310,7 +340,7 @@ class Batcher:
         self._metrics.cache_entries.set(len(self.cache))
         self._metrics.cache_bytes.set(self.cache.num_bytes)
 
-    # In the worker thread.
+    # What follows runs in the worker thread.
 
     def _work(self) -> None:
         assert self._loop is not None
@@ -327,7 +357,7 @@ class Batcher:
                 return
 
     def _next_batch(self) -> list[_Query]:
-        """Waits until a batch may leave (see the module's docstring). Empty when the batcher was closed."""
+        """Wait until a batch may leave (see the module's docstring). Return [] if the batcher was closed."""
         with self._changed:
             while True:
                 self._notify_at = 1
@@ -340,19 +370,19 @@ class Batcher:
                 self._notify_at = math.inf
                 if self._closed:
                     return []
-                if self._lanes:  # else what was there has been dropped
+                if self._lanes:  # there is none if what was there has been dropped
                     return self._take()
 
     def _take(self) -> list[_Query]:
-        """The next queries, all of one topk. Called with the lock."""
+        """Take the next queries, all of one topk. The caller holds the lock."""
         batch: list[_Query] = []
         topk, lane = self._lanes.popitem(last=False)
         while lane and (room := self.settings.max_batch - len(batch)):
             ticket, _ = lane.popitem(last=False)
-            taken = list(islice(ticket.waiting, min(room, SHARE)))
-            for query in taken:
+            next_queries = list(islice(ticket.waiting, min(room, SHARE)))
+            for query in next_queries:
                 del ticket.waiting[query]
-            batch += taken
+            batch += next_queries
             if ticket.waiting:
                 lane[ticket] = None
         if lane:
@@ -361,14 +391,17 @@ class Batcher:
         return batch
 
     def _search(self, texts: list[str], topk: int) -> list[Hits | Refusal]:
-        """The outcome of each query. A batch that fails is searched again in halves, so that a query that the
-        backend chokes on fails alone."""
+        """Return the outcome of each query.
+
+        A batch that fails is searched again in halves, so that a query that the backend chokes on fails
+        alone.
+        """
         failed = Refusal(500, "the search failed; the server's log says why")
         outcomes: list[Hits | Refusal] = [failed] * len(texts)
-        parts = [(0, len(texts))]
+        ranges = [(0, len(texts))]
         num_failed = 0
-        while parts:
-            start, stop = parts.pop()
+        while ranges:
+            start, stop = ranges.pop()
             try:
                 documents, scores = self._retriever.batch_search(texts[start:stop], topk)
                 if not len(documents) == len(scores) == stop - start:
@@ -377,11 +410,11 @@ class Batcher:
             except RetrievalUnavailable as error:
                 unavailable = Refusal(503, f"the search engine is not available: {error}", RETRY_SECONDS)
                 outcomes[start:stop] = [unavailable] * (stop - start)
-            except BaseException as error:  # anything, also a panic of Rust's: the thread must not end
+            except BaseException as error:  # even a panic in Rust, as the thread must not end
                 num_failed += 1
                 if stop - start > 1 and num_failed < MAX_FAILED_CALLS:
                     middle = (start + stop) // 2
-                    parts += [(start, middle), (middle, stop)]
+                    ranges += [(start, middle), (middle, stop)]
                 else:
                     query = ascii(texts[start])[:100]
                     logger.error("search failed for %d queries, first %s: %r", stop - start, query, error)

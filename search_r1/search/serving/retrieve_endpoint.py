@@ -3,7 +3,7 @@
     api key -> body, in time and in bounds -> parse_request -> Batcher.submit -> Hits -> the reply's JSON
 
 Fields, their defaults and unknown fields are as in Search-R1's server. The documents' JSON goes into the
-reply as it stands in the corpus. Every refusal is {"detail": why}.
+reply as it is in the corpus. Every refusal is {"detail": reason}.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_QUERIES = 16_384
 MAX_QUERY_CHARS = 16_384
 MAX_DOCUMENTS = 200_000  # queries times topk of one request: a reply of about 150 MB
 MAX_BODY_BYTES = 32 * 2**20
-MAX_OPEN_BYTES = 256 * 2**20  # of the bodies of all open requests
-BODY_SECONDS = 30.0  # a body must be here after so long
+MAX_OPEN_BYTES = 256 * 2**20  # the most bytes of the bodies of all open requests
+BODY_SECONDS = 30.0  # the time within which a body must arrive
 EXPECTED = 'expected {"queries": [string, ...], "topk": int, "return_scores": bool}, or "query": string'
 LOADING_RETRY_SECONDS = 2
 STOPPING_RETRY_SECONDS = 1
@@ -38,8 +38,13 @@ REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 405: {"allow": "POST"}, 
 
 
 def parse_request(body: bytes | bytearray, default_topk: int) -> tuple[list[str], int, bool]:
-    """A request's queries (0 to MAX_QUERIES, no lone surrogates), topk (1 to MAX_TOPK) and return_scores.
-    Raises Refusal 400 (no JSON), 413 (too much) or 422 (another shape)."""
+    """Return a request's queries, topk and return_scores.
+
+    There are 0 to MAX_QUERIES queries, without lone surrogates. topk is 1 to MAX_TOPK.
+
+    Raises:
+        Refusal: 400 (no JSON), 413 (too much) or 422 (another shape).
+    """
     fields = _decode(body)
     if not isinstance(fields, dict):
         raise Refusal(422, EXPECTED)
@@ -58,16 +63,16 @@ def parse_request(body: bytes | bytearray, default_topk: int) -> tuple[list[str]
     longest = max(map(len, [*queries, single or ""]))
     if longest > MAX_QUERY_CHARS:
         raise Refusal(413, f"a query of {longest} characters: at most {MAX_QUERY_CHARS} are allowed")
-    # `topk_rerank`: of a client of Search-R1's reranking server
-    given = (fields.get("topk"), fields.get("topk_rerank"), default_topk)
-    topk = next(value for value in given if value is not None)
+    # A client of Search-R1's reranking server sends `topk_rerank`.
+    candidates = (fields.get("topk"), fields.get("topk_rerank"), default_topk)
+    topk = next(value for value in candidates if value is not None)
     if isinstance(topk, float) and topk.is_integer():  # 3.0 is an integer in JSON
         topk = int(topk)
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:
         raise Refusal(422, f"topk: found {str(topk)[:40]}, expected an integer from 1 to {MAX_TOPK}")
     if len(queries) * topk > MAX_DOCUMENTS:
-        what = f"{len(queries)} queries with topk {topk}"
-        raise Refusal(413, f"{what}: at most {MAX_DOCUMENTS} documents in one reply")
+        request_size = f"{len(queries)} queries with topk {topk}"
+        raise Refusal(413, f"{request_size}: at most {MAX_DOCUMENTS} documents in one reply")
     return_scores = fields.get("return_scores")
     if return_scores is not None and not isinstance(return_scores, bool):
         raise Refusal(422, f"return_scores: found {str(return_scores)[:40]}, expected true or false")
@@ -78,7 +83,8 @@ def _decode(body: bytes | bytearray) -> object:
     with contextlib.suppress(orjson.JSONDecodeError):
         return orjson.loads(body)
     # Half of a surrogate pair ("\ud83d" alone) is no character, so orjson refuses it. But Python's json
-    # writes it for a query that was cut in the middle of an emoji; such a query is answered, with "?" for it.
+    # writes it for a query that was cut in the middle of an emoji. Such a query is answered, with "?" for the
+    # half.
     try:
         text = json.dumps(json.loads(body), ensure_ascii=False) if b"\\u" in body else ""
         return orjson.loads(text.encode("utf-8", "replace"))
@@ -87,7 +93,10 @@ def _decode(body: bytes | bytearray) -> object:
 
 
 def key_matches(headers: Iterable[tuple[bytes, bytes]], api_key: str) -> bool:
-    """Whether `Authorization: Bearer KEY` or `X-API-Key: KEY` is there. Takes the same time for every key."""
+    """Return whether `Authorization: Bearer KEY` or `X-API-Key: KEY` is there.
+
+    It takes the same time for every key.
+    """
     expected = api_key.encode()
     matches = False
     for name, value in headers:
@@ -99,11 +108,11 @@ def key_matches(headers: Iterable[tuple[bytes, bytes]], api_key: str) -> bool:
 
 
 class RetrieveEndpoint:
-    """Answers requests to /retrieve from one service."""
+    """The endpoint that answers requests to /retrieve from one service."""
 
     def __init__(self, service: RetrievalService) -> None:
         self._service = service
-        self._open_bytes = 0  # of the bodies of all open requests
+        self._open_bytes = 0  # the bytes of the bodies of all open requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
@@ -116,7 +125,7 @@ class RetrieveEndpoint:
                 response = _refused(refusal)
             except asyncio.CancelledError:  # the server stops, and this one took longer than it waits
                 response = _refused(Refusal(503, "the server is stopping", STOPPING_RETRY_SECONDS))
-            with contextlib.suppress(RuntimeError):  # uvloop's for a connection that was reset a moment ago
+            with contextlib.suppress(RuntimeError):  # from uvloop, for a connection that was just reset
                 await response(scope, receive, send)
             status = response.status_code
         except ClientDisconnect:
@@ -125,7 +134,10 @@ class RetrieveEndpoint:
             self._service.metrics.observe_request(status, time.monotonic() - arrived)
 
     async def _answer(self, scope: Scope, receive: Receive, arrived: float) -> bytes:
-        """The JSON of the reply. Raises Refusal or ClientDisconnect."""
+        """Return the JSON of the reply.
+
+        Raises Refusal or ClientDisconnect.
+        """
         service = self._service
         if scope["method"] != "POST":
             raise Refusal(405, "only POST is answered here")
@@ -148,7 +160,7 @@ class RetrieveEndpoint:
                 raise Refusal(503, loading, LOADING_RETRY_SECONDS)
             ticket = batcher.submit(queries, topk, arrived, partial(_watch, receive, batcher))
             await ticket.future
-        except TimeoutError:  # of the body: the search has a deadline of its own
+        except TimeoutError:  # of the body, as the search has a deadline of its own
             raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
         finally:
             self._open_bytes -= len(body)
@@ -158,7 +170,7 @@ class RetrieveEndpoint:
 
 
 def _watch(receive: Receive, batcher: Batcher, ticket: Ticket) -> None:
-    """Drops a ticket when its client closes the connection."""
+    """Drop a ticket when its client closes the connection."""
 
     async def wait() -> None:
         if (await receive())["type"] == "http.disconnect":

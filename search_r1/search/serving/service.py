@@ -18,7 +18,7 @@ CLOSE_SECONDS = 2.0
 
 
 class RetrievalService:
-    """Loads a backend in the background and holds what all requests share."""
+    """A service that loads a backend in the background and holds what all requests share."""
 
     def __init__(
         self,
@@ -29,8 +29,17 @@ class RetrievalService:
         settings: BatchSettings | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`load` builds the backend; it runs in a thread of its own, started by `start_loading`, and may say
-        in `progress` how far it is. `topk`: for requests that don't say. `api_key`: asked of clients."""
+        """Create a service that is not loaded yet.
+
+        Args:
+            load: Builds the backend. It runs in a thread of its own, which `start_loading` starts, and may
+                say in `progress` how far it is.
+            corpus_path: The corpus, or None for a backend without one.
+            backend: The name of the backend until it is loaded.
+            topk: Documents per query, for requests that don't say.
+            settings: How queries are gathered.
+            api_key: The key that clients must send. None means that there is none.
+        """
         self._load = load
         self.corpus_path = corpus_path
         self.backend = backend
@@ -47,7 +56,7 @@ class RetrievalService:
         self._loader: threading.Thread | None = None
 
     def start_loading(self, on_end: Callable[[], None] = lambda: None) -> threading.Thread:
-        """Loads in the background, or keeps the `error`; then calls `on_end`."""
+        """Load in the background, or keep the `error`. Then call `on_end`."""
 
         def work() -> None:
             try:
@@ -56,7 +65,7 @@ class RetrievalService:
                 with contextlib.suppress(OSError):  # "memory" and the like
                     self._corpus = file_identity(self.corpus_path) if self.corpus_path else None
                 gc.collect()
-                gc.freeze()  # what was loaded stays: the garbage collector need not look at it again
+                gc.freeze()  # what was loaded stays, so the garbage collector need not look at it again
                 self.backend = retriever.name
                 self.batcher = Batcher(retriever, self.settings, self.metrics)
                 self.metrics.ready_workers.set(1)
@@ -72,7 +81,7 @@ class RetrievalService:
         return self._loader
 
     def health(self) -> dict[str, Any]:
-        """What GET /health says."""
+        """Return what GET /health says."""
         retriever = self.retriever
         return {
             "status": "loading" if retriever is None else "ready",
@@ -87,8 +96,11 @@ class RetrievalService:
         }
 
     def close(self) -> bool:
-        """Ends the worker and gives the backend back. False if one of them is still busy: then only the end
-        of the process stops it."""
+        """End the worker and give the backend back.
+
+        Returns:
+            False if one of them is still busy. Then only the end of the process stops it.
+        """
         if self._loader is not None and self._loader.is_alive():
             return False
         if self.batcher is not None and not self.batcher.close(CLOSE_SECONDS):
