@@ -1,4 +1,4 @@
-"""From prompts to trajectories, as a batch for training, with any environments: `EnvironmentAgent`.
+"""The agent that turns prompts into trajectories, as a batch for training, in any environments.
 
 gen_batch (prompts, seeds) -> Trajectory of each row -> TrajectoryLoop -> tensors and records
 """
@@ -19,7 +19,7 @@ from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 
 class EnvironmentAgent:
-    """Runs trajectories on one engine, in the environments that their rows name."""
+    """The agent that runs trajectories on one engine, in the environments that their rows name."""
 
     def __init__(
         self,
@@ -29,8 +29,14 @@ class EnvironmentAgent:
         environments: Environments,
         on_event: Callable[[LoopEvent], None] | None = None,
     ) -> None:
-        """environments: which it owns. `on_event` hears what happens as it happens; it needs an engine with
-        `partial`.
+        """Create an agent.
+
+        Args:
+            tokenizer: The tokenizer of the policy.
+            engine: The engine that samples the turns.
+            config: Lengths, limits and sampling of the trajectories.
+            environments: The environments of this process. The agent owns them and closes them.
+            on_event: Called with each `LoopEvent` as it happens. It needs an engine with `partial`.
         """
         self.tokenizer = tokenizer
         self.engine = engine
@@ -40,21 +46,26 @@ class EnvironmentAgent:
         self.codec = Codec(tokenizer, config, environments.block.observation_format)
 
     def run_llm_loop(self, gen_batch: DataProto) -> DataProto:
-        """Generates one trajectory per row.
+        """Generate one trajectory per row.
 
         Args:
-            gen_batch: batch `sampling_seeds` [N] int64; non_tensor_batch `raw_prompt_ids` (list[int]), and if
-                there are any `uid` (rows of one prompt, for `straggler_factor`), `continuation` (None, or
-                what `Trajectory.continued` takes) and `episode` (None: a search; or its `env_class`, `prompt`
-                (messages) and `extras`); meta_info `do_sample` (False: greedy), `temperature`,
-                `top_p`, `top_k`, `validate` (True: stragglers are waited for), `keep_partial` (True:
-                stragglers end as "kept", with their mask as if they had ended), all optional.
+            gen_batch: The prompts, with these columns and settings.
+
+                - batch: `sampling_seeds` [N] int64.
+                - non_tensor_batch: `raw_prompt_ids` (list[int]) and, optionally, `uid` (the same for all rows
+                  of one prompt, for `straggler_factor`), `continuation` (None, or the state that
+                  `Trajectory.continued` takes) and `episode` (None for a search, or a mapping with
+                  `env_class`, `prompt` (messages) and `extras`).
+                - meta_info, all optional: `do_sample` (False means greedy), `temperature`, `top_p`, `top_k`,
+                  `min_p`, `validate` (True means that the batch waits for stragglers) and `keep_partial`
+                  (True means that stragglers end as "kept", with their mask as if they had ended).
 
         Returns:
-            The tensors of generation in the table of `verl/protocol.py`, P = max_start_length and
-            R = max_prompt_length, which bounds prompt and response together (P and R are the same in every
-            process, so that parts can be joined); gen_batch's columns but `continuation`, and `trajectory`:
-            `Trajectory.record`. meta_info `metrics`: `rollout/*` figures of this process and `figures`.
+            A batch with the tensors of generation in the table of `verl/protocol.py`. P is `max_start_length`
+            and R is `max_prompt_length`, which bounds prompt and response together. P and R are the same in
+            every process, so that the parts of a batch can be joined. The non-tensor columns are those of
+            gen_batch without `continuation`, and `trajectory`, which holds each `Trajectory.record`. The
+            `metrics` in meta_info are the `rollout/*` figures of this process and those of `figures`.
         """
         columns = gen_batch.non_tensor_batch
         meta_info = gen_batch.meta_info
@@ -67,30 +78,30 @@ class EnvironmentAgent:
         return self.batch(trajectories, columns, self.figures(trajectories) | loop.load.metrics())
 
     def trajectories(self, gen_batch: DataProto) -> list[Trajectory]:
-        """Those of a batch's rows, to be begun or gone on with."""
+        """Make the trajectories of a batch's rows, new ones or continued ones."""
         config = self.config
         columns = gen_batch.non_tensor_batch
         seeds = gen_batch.tensors["sampling_seeds"].tolist()
-        longest = config.max_start_length
-        asked = columns["raw_prompt_ids"]
-        prompts = [cut_prompt(self.tokenizer, list(map(int, ids)), longest) for ids in asked]
-        nothing: list[Any] = [None] * len(seeds)
-        states = columns.get("continuation", nothing)
-        episodes = columns.get("episode", nothing)
+        max_length = config.max_start_length
+        all_ids = columns["raw_prompt_ids"]
+        prompts = [cut_prompt(self.tokenizer, list(map(int, ids)), max_length) for ids in all_ids]
+        absent: list[Any] = [None] * len(seeds)
+        states = columns.get("continuation", absent)
+        episodes = columns.get("episode", absent)
         trajectories = []
         for row, (ids, seed, state) in enumerate(zip(prompts, seeds, states, strict=True)):
             is_new = state is None
-            made = Trajectory(row, ids, seed) if is_new else Trajectory.continued(row, ids, seed, state)
+            trajectory = Trajectory(row, ids, seed) if is_new else Trajectory.continued(row, ids, seed, state)
             if (episode := episodes[row]) is not None:
-                made.env_class = episode["env_class"]
-                made.messages = episode["prompt"]
-                made.extras = episode["extras"]
-            made.max_turns = row_max_turns(made.extras) or config.max_turns
-            trajectories.append(made)
+                trajectory.env_class = episode["env_class"]
+                trajectory.messages = episode["prompt"]
+                trajectory.extras = episode["extras"]
+            trajectory.max_turns = row_max_turns(trajectory.extras) or config.max_turns
+            trajectories.append(trajectory)
         return trajectories
 
     def sampling_params(self, meta_info: Mapping[str, Any]) -> SamplingParams:
-        """How a batch with this meta_info is sampled."""
+        """Return the sampling parameters of a batch with this meta_info."""
         config = self.config
         sampling: dict[str, Any] = {"temperature": 0.0}
         if meta_info.get("do_sample", True):
@@ -101,19 +112,28 @@ class EnvironmentAgent:
     def batch(
         self, trajectories: Sequence[Trajectory], columns: Mapping[str, Any], metrics: dict[str, float]
     ) -> DataProto:
-        """What `run_llm_loop` returns of trajectories that have ended; columns: of their rows."""
+        """Build the batch that `run_llm_loop` returns.
+
+        Args:
+            trajectories: The trajectories, all of which have ended.
+            columns: The non-tensor columns of their rows.
+            metrics: Figures for meta_info.
+        """
         config = self.config
         pad = self.tokenizer.pad_token_id or 0
         tensors = to_tensors(trajectories, config.max_start_length, config.max_prompt_length, pad)
-        records = [each.record(self.codec.decode_prompt(tuple(each.prompt_ids))) for each in trajectories]
+        records = [
+            trajectory.record(self.codec.decode_prompt(tuple(trajectory.prompt_ids)))
+            for trajectory in trajectories
+        ]
         non_tensors = {**columns, "trajectory": records}
         non_tensors.pop("continuation", None)
         return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics} if metrics else {})
 
     def figures(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """More metrics of a batch; for subclasses."""
+        """Return more metrics of a batch. Subclasses override it."""
         return {}
 
     def close(self) -> None:
-        """Ends the environments' threads and processes."""
+        """End the environments' threads and processes."""
         self.environments.close()

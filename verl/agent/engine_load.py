@@ -2,8 +2,9 @@
 
     engine.stats() before, during and after the batch -> EngineLoad -> {"rollout/...": float}
 
-docs/metrics.md has the names; an engine that does not know a figure leaves its names out. Gauges are read
-every SAMPLE_STEPS steps. Over several processes each figure is their mean, as all metrics of workers are.
+docs/metrics.md lists the names. If an engine does not know a figure, the names made from it are left out.
+Gauges are read every SAMPLE_STEPS steps. Over several processes each figure is their mean, as all metrics of
+workers are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SUMS = ("steps", "seconds", "generated_tokens", "prefilled_tokens", "prefix_hit_
 
 
 class EngineLoad:
-    """One batch on one engine."""
+    """The load of one engine during one batch."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -28,12 +29,12 @@ class EngineLoad:
         self._seen: list[Mapping[str, float]] = []
 
     def sample(self, num_steps: int) -> None:
-        """To be called after each step, with the number of steps so far."""
+        """Read the gauges if it is time to. Call it after each step, with the number of steps so far."""
         if num_steps % SAMPLE_STEPS == 1:
             self._seen.append(self._engine.stats())
 
     def metrics(self) -> dict[str, float]:
-        """The batch's figures, once it is over."""
+        """Return the batch's figures. Call it once the batch is over."""
         after = self._engine.stats()
         metrics = {name: float(after[name] - self._before.get(name, 0.0)) for name in SUMS if name in after}
         for name in GAUGES:

@@ -5,10 +5,11 @@
                 |                           |            +-- under way (a search, a thread, a process) --+
                 +-- resume with the tokens -+<-------------------------- its observation ----------------+
 
-There is no turn barrier: a trajectory goes on as soon as its observation is there, while the others decode.
-At most `max_in_flight` are under way; the next start, in the order of their rows, as others end. A group that
-is late (`stragglers.py`) is cut: its unfinished members end as "cut", without a token to learn from, or as
-"kept". What an environment can't take ends its own trajectory, which is masked, and no other.
+There is no turn barrier: a trajectory goes on as soon as its observation arrives, while the others decode.
+At most `max_in_flight` trajectories are under way. As they end, the next ones start, in the order of their
+rows. If a group is late (`stragglers.py`), its unfinished members are cut. They end as "cut", without a token
+to learn from, or as "kept". A failure of an environment ends its own trajectory, which is masked, and no
+other.
 """
 
 from __future__ import annotations
@@ -42,16 +43,21 @@ from verl.workers.rollout.base import Completion, Partial, SamplingParams
 if TYPE_CHECKING:
     from verl.agent.agent import EnvironmentAgent
 
-# How a last generation stopped -> the ends of an episode that it says more about.
+# How the last generation stopped -> the finish reasons of an episode that it replaces because it says more.
 LIMITS_OF = {"length": ("done", "max_turns"), "eos": ("max_turns",)}
 
 
 @dataclass(frozen=True)
 class LoopEvent:
-    """What `on_event` is told while trajectories run.
+    """An event that `on_event` receives while trajectories run.
 
-    kind: "text" (the policy wrote `text`) | "action" (its environment is at work on what `details` say) |
-    "observation" (`text` is said to the policy; `details` of its turn) | "end" (`text`: the reason).
+    Attributes:
+        kind: "text" (the policy wrote `text`), "action" (the environment is at work on the action that
+            `details` describe), "observation" (the policy is given `text`, and `details` are those of its
+            turn) or "end" (`text` is the finish reason).
+        row: The row of the trajectory.
+        text: The text of the event.
+        details: More about the event, as plain data.
     """
 
     kind: Literal["text", "action", "observation", "end"]
@@ -61,7 +67,18 @@ class LoopEvent:
 
 
 class TrajectoryLoop:
-    """Which session runs which trajectory, which actions are under way, and what is still to start."""
+    """The loop that runs trajectories on the sessions of one engine.
+
+    It knows which session runs which trajectory, which actions are under way, and which trajectories have
+    still to start. A trajectory moves through these states:
+
+        state     event, and the method that handles it                        next state
+        pending   there is room: `_start_pending` opens the environment        waiting, or running (`_begin`)
+        running   the engine ends the turn: `_handle`                          asking
+        asking    `_take_turns` passes the turn to the environment             waiting, or running (`_take`)
+        waiting   the environment or its observation arrives: `_join`          running (`_begin`, `_take`)
+        any       it is done, has no room, fails or is cut: `_finish`          ended
+    """
 
     def __init__(
         self,
@@ -72,11 +89,15 @@ class TrajectoryLoop:
         groups: Sequence[Hashable] | None = None,
         keep_partial: bool = False,
     ) -> None:
-        """agent: whose engine, environments, codec and settings it uses. params: of every turn, but for the
-        seed (the trajectory's), the stop strings (its environment's) and max_tokens (as room allows).
-        trajectories: row i is entry i; those with a finish_reason are left as they are. groups: of each row,
-        to cut stragglers by; None: none is cut. keep_partial: stragglers end as "kept" instead of "cut",
-        unless they were kept before.
+        """Create a loop over trajectories, none of which has started.
+
+        Args:
+            agent: The agent whose engine, environments, codec and settings the loop uses.
+            params: The sampling of every turn. The seed is the trajectory's, the stop strings are its
+                environment's, and max_tokens is what the room allows.
+            trajectories: Entry i is row i. Those with a finish_reason are left as they are.
+            groups: The group of each row, by which stragglers are found. None means that no straggler is cut.
+            keep_partial: Whether stragglers end as "kept" instead of "cut", unless they were kept before.
         """
         self.codec = agent.codec
         self.engine = agent.engine
@@ -93,10 +114,10 @@ class TrajectoryLoop:
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self.sessions: dict[int, Trajectory] = {}
         self.waiting: dict[int, PendingStep] = {}  # by row
-        self.asking: list[Trajectory] = []  # those whose last turn is for their environment to take
+        self.asking: list[Trajectory] = []  # their environments have still to take their last turn
         self.ended: list[tuple[Trajectory, Episode]] = []
         self.watch: StragglerWatch | None = None
-        self.unstarted: deque[int] = deque()  # sessions, as opened, none of whose tokens was seen
+        self.unstarted: deque[int] = deque()  # sessions without a token so far, in the order of opening
         if groups is not None and self.config.straggler_factor is not None:
             self.watch = StragglerWatch(self.config.straggler_factor, groups)
             for trajectory in trajectories:
@@ -104,8 +125,9 @@ class TrajectoryLoop:
                     self.watch.skip(trajectory.row)
 
     def run(self) -> None:
-        """Runs every trajectory to its end. All sessions and environments are closed afterwards, also after
-        an error.
+        """Run every trajectory to its end.
+
+        All sessions and environments are closed afterwards, also after an error.
         """
         try:
             self._start_pending()
@@ -115,7 +137,7 @@ class TrajectoryLoop:
             self.end()
 
     def advance(self, news: Future[Any] | None = None) -> None:
-        """One engine step; where nothing can be decoded, the wait for an observation, or for `news`."""
+        """Run one engine step, or, if nothing can be decoded, wait for an observation or for `news`."""
         if self.engine.has_runnable:
             completions = self.engine.step()
             self.num_steps += 1
@@ -135,7 +157,7 @@ class TrajectoryLoop:
         self._start_pending()
 
     def end(self) -> None:
-        """Closes all sessions and environments."""
+        """Close all sessions and environments."""
         for session_id in list(self.sessions):
             self.engine.close(session_id)
         for step in self.waiting.values():
@@ -150,7 +172,7 @@ class TrajectoryLoop:
         self.note_ends()
 
     def note_ends(self) -> None:
-        """Gives the trajectories what their environments, which are closed, have said of themselves."""
+        """Copy to the trajectories the times and metrics of their environments that were closed."""
         for trajectory, episode in self.ended:
             trajectory.seconds = (episode.seconds_init, episode.seconds_step)
             trajectory.env_metrics = episode.metrics
@@ -166,7 +188,7 @@ class TrajectoryLoop:
             try:
                 runner = self.environments[trajectory.env_class]
                 episode = runner.open(*row, num_turns, trajectory.kept_env)
-            except Exception as error:  # it is a user's environment: anything may come
+            except Exception as error:  # a user's environment may raise anything
                 self._fail(trajectory, error)
                 continue
             if isinstance(episode, Future):
@@ -176,20 +198,20 @@ class TrajectoryLoop:
         self._take_turns()
 
     def _begin(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Its environment is ready."""
+        """Start a trajectory whose environment is ready."""
         trajectory.episode = episode
-        if trajectory.is_asking:  # it was kept so
+        if trajectory.is_asking:  # it was kept in this state
             self._note_start(trajectory)
             self.asking.append(trajectory)
             return
-        if episode.messages is not None:  # what its `init` shows instead of the row's prompt
+        if episode.messages is not None:  # its `init` shows these instead of the row's prompt
             if (ids := self._prompt_ids(trajectory, episode.messages)) is None:
                 return
             trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
         self._go_on(trajectory)
 
     def _handle(self, completions: list[Completion]) -> None:
-        """Deals with the turns that ended in one step."""
+        """Record the turns that ended in one step and pass them to their environments."""
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
             trajectory = self.sessions[completion.session_id]
             self._note_start(trajectory)
@@ -207,8 +229,9 @@ class TrajectoryLoop:
         self._take_turns()
 
     def _take_turns(self) -> None:
-        """Gives the last turns of those that ask to their environments, of one environment together. What is
-        there at once is dealt with here, in their order, the rest when it comes.
+        """Pass finished turns to their environments, one call per environment.
+
+        Immediate results are handled here, in the order of the turns. The rest are handled when they arrive.
         """
         asking = self.asking
         self.asking = []
@@ -220,10 +243,10 @@ class TrajectoryLoop:
             texts = [trajectory.turns[-1].text for trajectory in members]
             if self.environments[env_class].reads_usage:
                 for trajectory in members:
-                    written = trajectory.turns[-1].end - trajectory.turns[-1].start
-                    read = len(trajectory.context) - written
+                    num_written = trajectory.turns[-1].end - trajectory.turns[-1].start
+                    num_read = len(trajectory.context) - num_written
                     is_cut = trajectory.stopped_by == "length"
-                    trajectory.episode.env.usage = (read, written, is_cut)  # type: ignore[union-attr]
+                    trajectory.episode.env.usage = (num_read, num_written, is_cut)  # type: ignore[union-attr]
             outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
             results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
         due = self.num_steps + (self.config.search_delay_steps or 0)
@@ -241,7 +264,10 @@ class TrajectoryLoop:
                 self._take(trajectory, result)
 
     def _wait(self, news: Future[Any] | None) -> None:
-        """Nothing can be decoded: until the next observation, until a group is late, or until `news`."""
+        """Wait until the next observation arrives, a group is late, or `news` is done.
+
+        It is called when nothing can be decoded.
+        """
         if self.config.search_delay_steps is not None:  # the clock moves to the next observation
             self.num_steps = max(self.num_steps, min(step.due for step in self.waiting.values()))
             return
@@ -251,7 +277,7 @@ class TrajectoryLoop:
         wait(futures, timeout, return_when=FIRST_COMPLETED)
 
     def _join(self) -> None:
-        """Resumes the trajectories whose observations are there, or due."""
+        """Handle the environments that are ready and the observations that have arrived, or are due."""
         is_timed = self.config.search_delay_steps is not None
         ready = [
             row
@@ -262,8 +288,8 @@ class TrajectoryLoop:
             step = self.waiting.pop(row)
             trajectory = step.trajectory
             try:
-                result = step.outcome(step.future)  # waits for it, where it is due
-            except Exception as error:  # of a user's environment, or it was cancelled
+                result = step.outcome(step.future)  # waits if the step is due but not done
+            except Exception as error:  # a user's environment may raise anything, or it was cancelled
                 self._fail(trajectory, error)
                 continue
             if isinstance(result, Episode):
@@ -272,7 +298,7 @@ class TrajectoryLoop:
                 self._take(trajectory, result)
 
     def _take(self, trajectory: Trajectory, output: BaseTextEnvStepOutput | Exception) -> None:
-        """Goes on, or ends, with what the environment gave for the last turn."""
+        """Go on with the environment's output for the last turn, or end the trajectory."""
         if isinstance(output, Exception):
             self._fail(trajectory, output)
             return
@@ -304,13 +330,14 @@ class TrajectoryLoop:
                 ids = self.codec.chat_ids(output["observations"], trajectory.response_ids[-1])
             else:
                 ids = self.codec.observation_ids(text, environment.observation_end)
-        except Exception as error:  # of a template for roles that it doesn't know, of a text that is no text
+        # A template raises for roles that it doesn't know, and a tokenizer for a text that is not a string.
+        except Exception as error:
             self._fail(trajectory, error)
             return
         self._go_on(trajectory, ids)
 
     def _begin_context(self, trajectory: Trajectory, messages: Sequence[Message]) -> None:
-        """Goes on with another conversation, in another session."""
+        """Go on with another conversation, in another session."""
         if (ids := self._prompt_ids(trajectory, messages)) is None:
             return
         if trajectory.num_tokens + len(ids) >= self.max_context:
@@ -324,17 +351,17 @@ class TrajectoryLoop:
         self._go_on(trajectory)
 
     def _prompt_ids(self, trajectory: Trajectory, messages: Sequence[Message]) -> list[int] | None:
-        """None: it has failed, as they are no messages."""
+        """Return the tokens of a conversation. If it has none, end the trajectory and return None."""
         try:
             if not (ids := self.codec.prompt_ids(list(messages))):
                 raise EpisodeFailed(f"found {messages!r:.200}, which has no token; expected a text")
             return ids
-        except Exception as error:  # templates raise all kinds for what is no message
+        except Exception as error:  # templates raise all kinds of errors for objects that are no messages
             self._fail(trajectory, error)
         return None
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
-        """Ends a trajectory that its environment could not take: nothing is learnt from it."""
+        """End a trajectory after an error of its environment, and exclude it from training."""
         reason = "env_failed"
         trajectory.error = describe(error)
         if isinstance(error, EpisodeFailed | CouldNotVerify):
@@ -346,7 +373,13 @@ class TrajectoryLoop:
         self._finish(trajectory, reason)
 
     def _go_on(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
-        """Starts its next turn, if there is room. token_ids: what comes before it; None: it is the first."""
+        """Start the next turn of a trajectory, or end it if there is no room.
+
+        Args:
+            trajectory: The trajectory that goes on.
+            token_ids: The observation that comes before the turn. None means that the turn is the first of
+                its session.
+        """
         room = self.max_context - trajectory.num_tokens - len(token_ids or ())
         if room < 1:
             self._finish(trajectory, "length")
@@ -355,7 +388,8 @@ class TrajectoryLoop:
             trajectory.add_observation(token_ids)
         assert trajectory.episode is not None
         goes_on = trajectory.session_id is not None and token_ids is not None
-        if not goes_on and (trajectory.params is not None or trajectory.contexts):  # else its seed is new
+        # Otherwise its seed is new, and nothing was drawn with it.
+        if not goes_on and (trajectory.params is not None or trajectory.contexts):
             trajectory.drawn_before = sum(trajectory.response_mask)
         params = replace(
             trajectory.params or self.params,
@@ -386,7 +420,7 @@ class TrajectoryLoop:
         self._emit("end", trajectory, reason)
 
     def _close(self, trajectory: Trajectory) -> None:
-        """Ends its environment, if it has one."""
+        """End the environment of a trajectory, if it has one."""
         episode = trajectory.episode
         trajectory.episode = None
         if episode is not None:
@@ -394,12 +428,12 @@ class TrajectoryLoop:
             self.ended.append((trajectory, episode))
 
     def _close_late(self, trajectory: Trajectory, opened: Future[Any]) -> None:
-        """Closes an environment that was being made when the loop ended."""
+        """Close an environment that was being made when the loop ended."""
         if not opened.cancelled() and opened.exception() is None and isinstance(opened.result(), Episode):
             self.environments[trajectory.env_class].close(opened.result())
 
     def _now(self) -> float:
-        """The clock of the straggler policy."""
+        """Return the time by the clock of the straggler policy."""
         return time.perf_counter() if self.config.search_delay_steps is None else float(self.num_steps)
 
     def _note_start(self, trajectory: Trajectory) -> None:
@@ -407,7 +441,7 @@ class TrajectoryLoop:
             self.watch.start(trajectory.row, self._now())
 
     def _cut_stragglers(self) -> None:
-        """Ends the unfinished members of groups that the batch should not wait for."""
+        """End the unfinished members of groups that the batch should not wait for."""
         if self.watch is None:
             return
         while self.unstarted:  # engines start sessions in the order in which they were opened
@@ -425,13 +459,13 @@ class TrajectoryLoop:
     def _cut(self, trajectory: Trajectory) -> None:
         environment = self.environments[trajectory.env_class]
         episode = trajectory.episode
-        assert episode is not None  # it has started
+        assert episode is not None  # the trajectory has started
         under_way = self.waiting.pop(trajectory.row, None)
         if under_way is not None:
             under_way.future.cancel()
         is_kept = self.keep_partial and trajectory.num_old_turns is None
         if is_kept and not environment.stateless:
-            # After a step whose observation did not join yet it is ahead of its trajectory.
+            # With a step under way the environment is ahead of its trajectory and can't be kept.
             trajectory.kept_env = None if under_way else environment.keep(episode)
             is_kept = trajectory.kept_env is not None
         if not is_kept:
@@ -441,11 +475,11 @@ class TrajectoryLoop:
         if trajectory.session_id is not None:
             trajectory.keep(self._settled(trajectory.session_id, episode), self.engine.version)
         if trajectory.kept_env is not None:
-            trajectory.episode = None  # it goes on, and is closed at its end
+            trajectory.episode = None  # the kept environment goes on in a later step and is closed at its end
         self._finish(trajectory, KEPT)
 
     def _settled(self, session_id: int, episode: Episode) -> Partial:
-        """What a session's running turn has sampled, as far as no stop string may have begun in it."""
+        """Return what a session's running turn has sampled, up to where a stop string may have begun."""
         begun = self.engine.partial(session_id)
         stop = self.codec.stop(episode.stop)
         length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
@@ -456,7 +490,12 @@ class TrajectoryLoop:
             self.on_event(LoopEvent(kind, trajectory.row, text, details or {}))
 
     def _show(self, trajectory: Trajectory, text: str) -> None:
-        """Tells `on_event` what a running turn has written since the last time; `text`: all of the turn."""
-        if self.on_event is not None and (new := text[trajectory.num_shown :]):
+        """Tell `on_event` what a running turn has written since the last time.
+
+        Args:
+            trajectory: The trajectory of the turn.
+            text: The text of the whole turn so far.
+        """
+        if self.on_event is not None and (new_text := text[trajectory.num_shown :]):
             trajectory.num_shown = len(text)
-            self._emit("text", trajectory, new)
+            self._emit("text", trajectory, new_text)

@@ -1,10 +1,10 @@
-"""A loop over sessions that does not end: trajectories are added and taken while others run.
+"""A loop over sessions that does not end. Trajectories are added and taken while others run.
 
     add -> [pending] -> [running: sessions, actions under way] -> take_finished
                              |  load_weights: between two steps, or when no turn is under way
-                             +-> continuations: what runs, as far as it is, for a checkpoint
+                             +-> continuations: copies of what runs, for a checkpoint
 
-One thread owns it, as it owns the engine.
+One thread owns the loop, as it owns the engine.
 """
 
 from __future__ import annotations
@@ -21,25 +21,34 @@ from verl.agent.trajectory import KEPT, Trajectory
 
 
 class TrajectoryService(TrajectoryLoop):
-    """Its trajectories have a `row` of their own each, and their own `params`; at first there are none."""
+    """The loop of a rollout process, to which trajectories are added while it runs.
+
+    It begins without trajectories. Each one has a `row` of its own and its own `params`.
+    """
 
     def __init__(self, agent: EnvironmentAgent) -> None:
         super().__init__(agent, agent.sampling_params({}), [])
-        self._waiting_weights: Callable[[], None] | None = None  # until no turn is under way
-        self._held: list[tuple[Trajectory, Sequence[int] | None]] = []  # turns that wait for these
+        self._waiting_weights: Callable[[], None] | None = None  # called when no turn is under way
+        self._held: list[tuple[Trajectory, Sequence[int] | None]] = []  # turns that wait for the weights
 
     @property
     def is_idle(self) -> bool:
         return not self.live
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Those with a finish_reason, which ended before a checkpoint, are just taken again."""
+        """Add trajectories to the loop and start as many as the limit allows.
+
+        A trajectory with a finish_reason ended before a checkpoint. It is only handed out again.
+        """
         self.live |= {trajectory.row: trajectory for trajectory in trajectories}
         self.pending.extend(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self._start_pending()
 
     def take_finished(self) -> list[Trajectory]:
-        """Those that ended since the last call; their environments are closed."""
+        """Remove and return the trajectories that ended since the last call.
+
+        Their environments are closed.
+        """
         if len(self.live) == self.num_in_flight + len(self.pending):
             return []
         self.environments.wait_for_ends()
@@ -56,22 +65,27 @@ class TrajectoryService(TrajectoryLoop):
             super().advance(news)
 
     def cancel(self, rows: Collection[int]) -> None:
-        """Ends trajectories that nobody waits for any more; they are not taken."""
+        """End trajectories that nobody waits for any more. `take_finished` does not return them."""
         for trajectory in [self.live.pop(row) for row in rows if row in self.live]:
             if trajectory.finish_reason:
                 continue
             if trajectory in self.pending:
                 self.pending.remove(trajectory)
-                self.num_in_flight += 1  # as `_finish` counts it
+                self.num_in_flight += 1  # `_finish` subtracts it again
             under_way = self.waiting.pop(trajectory.row, None)
             if under_way is not None and not under_way.future.cancel():
                 under_way.future.add_done_callback(partial(self._close_late, trajectory))
-            self._held = [held for held in self._held if held[0] is not trajectory]
+            self._held = [turn for turn in self._held if turn[0] is not trajectory]
             self._finish(trajectory, "cut")
 
     def load_weights(self, load: Callable[[], None], turns_end_first: bool) -> None:
-        """Calls `load`, which gives the engine weights: now, or when the turns that are under way have ended,
-        and before others begin. What waits from an earlier call is left out then.
+        """Give the engine weights by calling `load`, now or when the turns under way have ended.
+
+        No other turn begins before. An earlier call that still waits is dropped.
+
+        Args:
+            load: Gives the engine the weights.
+            turns_end_first: Whether `load` waits until the turns under way have ended.
         """
         self._waiting_weights = load
         if not turns_end_first or not self.engine.has_runnable:
@@ -82,9 +96,9 @@ class TrajectoryService(TrajectoryLoop):
         self._waiting_weights = None
         assert load is not None
         load()
-        held = self._held
+        held_turns = self._held
         self._held = []
-        for trajectory, token_ids in held:
+        for trajectory, token_ids in held_turns:
             super()._go_on(trajectory, token_ids)
 
     def _go_on(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
@@ -94,10 +108,12 @@ class TrajectoryService(TrajectoryLoop):
             self._held.append((trajectory, token_ids))
 
     def continuations(self) -> list[Trajectory]:
-        """What is there, as far as it is: copies, those under way as "kept". One whose environment has a
-        state of its own begins anew.
+        """Return all trajectories as they stand, for a checkpoint.
+
+        Those that run are copied, and the copies end as "kept". A trajectory whose environment has a state of
+        its own begins anew.
         """
-        held = {trajectory.row: token_ids for trajectory, token_ids in self._held}
+        observations = {trajectory.row: token_ids for trajectory, token_ids in self._held}
         copies = []
         for trajectory in self.live.values():
             if trajectory.finish_reason:
@@ -112,8 +128,9 @@ class TrajectoryService(TrajectoryLoop):
                 copy = replace(trajectory, turns=[replace(turn) for turn in trajectory.turns])
                 for name in ("response_ids", "response_mask", "log_probs", "contexts"):
                     setattr(copy, name, list(getattr(trajectory, name)))
-                if (observation := held.get(trajectory.row)) is not None:
-                    if copy.num_tokens + len(observation) < self.max_context:  # else it is asked for again
+                if (observation := observations.get(trajectory.row)) is not None:
+                    # An observation without room is not added, and is asked for again.
+                    if copy.num_tokens + len(observation) < self.max_context:
                         copy.add_observation(observation)
                 elif trajectory.session_id is not None and episode is not None:
                     copy.keep(self._settled(trajectory.session_id, episode), self.engine.version)

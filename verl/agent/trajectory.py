@@ -4,7 +4,8 @@
              mask 1 ... 1      0 ... 0       1 ... 1
 
 Ids are only ever appended. A trajectory that is kept for the next step travels as its row of the batch and
-its record (see `continuations` of verl/trainer/ppo/collection.py); `Trajectory.continued` makes it again.
+its record (see `continuations` of verl/trainer/ppo/collection.py), and `Trajectory.continued` rebuilds it
+from these.
 """
 
 from __future__ import annotations
@@ -26,20 +27,30 @@ KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How trajectories are made.
+    """The lengths, limits and sampling of trajectories.
 
-    Lengths in tokens, as in Search-R1: a prompt keeps its last `max_start_length`, a turn samples at most
-    `max_response_length`, an observation has at most `max_obs_length`, a whole context `max_prompt_length`;
-    what can't go on within that ends with "length". `max_turns`: actions of an episode, where its row does
-    not say; after that many searches comes one last turn, whose search is not made any more.
+    Lengths are in tokens, as in Search-R1. A trajectory that can't go on within them ends with "length".
 
-    `search_delay_steps`: an observation joins exactly so many engine steps after its action was taken, which
-    makes the engine's batches, and with them float rounding, repeatable; None: as soon as it is there.
-    `max_in_flight`: most trajectories under way at a time, those that wait too; None: all.
-    `straggler_factor`: training batches don't wait for groups later than so many times the median (see
-    `stragglers.py`); measured in seconds, with `search_delay_steps` in engine steps; None: they wait.
-    `temperature`, `top_p`, `top_k` are used where a batch's `meta_info` does not say.
-    `eos_token_ids`: ids that end a turn beside the tokenizer's end of sequence (`generation_eos_ids`).
+    Attributes:
+        max_turns: Maximum number of actions of an episode whose row does not set one. After that many
+            searches comes one last turn, whose search is no longer made.
+        max_start_length: Maximum length of a prompt. A longer one keeps its last tokens.
+        max_prompt_length: Maximum length of a whole context.
+        max_response_length: Maximum number of tokens that a turn samples.
+        max_obs_length: Maximum length of an observation.
+        search_delay_steps: An observation joins exactly this many engine steps after its action was taken.
+            That makes the engine's batches, and with them float rounding, repeatable. None means that it
+            joins as soon as it arrives.
+        max_in_flight: Maximum number of trajectories under way at a time, including those that wait. None
+            means no limit.
+        straggler_factor: Training batches don't wait for groups later than this many times the median (see
+            `stragglers.py`). Time is measured in seconds, or in engine steps if `search_delay_steps` is set.
+            None means that batches wait.
+        temperature: Used, like `top_p`, `top_k` and `min_p`, where a batch's `meta_info` does not say.
+        top_p: See `SamplingParams`.
+        top_k: See `SamplingParams`.
+        min_p: See `SamplingParams`.
+        eos_token_ids: Ids that end a turn, besides the tokenizer's end of sequence (`generation_eos_ids`).
     """
 
     max_turns: int
@@ -57,14 +68,14 @@ class AgentConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(
+        minimums = dict.fromkeys(
             ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length"), 1
         )
-        least |= {"max_turns": 0, "search_delay_steps": 0, "max_in_flight": 1, "straggler_factor": 1}
-        for name, bound in least.items():
+        minimums |= {"max_turns": 0, "search_delay_steps": 0, "max_in_flight": 1, "straggler_factor": 1}
+        for name, minimum in minimums.items():
             value = getattr(self, name)
-            if value is not None and not value >= bound:
-                raise ValueError(f"{name}: found {value}, expected {bound} or more")
+            if value is not None and not value >= minimum:
+                raise ValueError(f"{name}: found {value}, expected {minimum} or more")
         if self.max_start_length >= self.max_prompt_length:
             raise ValueError(
                 f"max_start_length: found {self.max_start_length}, expected less than max_prompt_length "
@@ -73,7 +84,10 @@ class AgentConfig:
 
 
 def generation_eos_ids(model: str | None) -> tuple[int, ...]:
-    """The ids that end a turn by the model's generation_config.json; () without a model or such a file."""
+    """Return the ids that end a turn according to the model's generation_config.json.
+
+    Returns () if there is no model or no such file.
+    """
     from transformers import GenerationConfig as ModelGenerationConfig
 
     if model is None:
@@ -89,44 +103,56 @@ def generation_eos_ids(model: str | None) -> tuple[int, ...]:
 
 @dataclass
 class Turn:
-    """One generation of the policy and what came back.
+    """One generation of the policy and the environment's reply to it.
 
-    `action`: what the environment calls it; "step" where it has no names. Of searches: "search" | "answer" |
-    "invalid" (the policy got a hint) | "none" (the last turn had no action). `details`: what the environment
-    says of it, plain data; the record has them beside the rest (of searches: query, documents,
-    search_seconds). Spans are positions in the response, end exclusive; the obs span is None when nothing was
-    appended.
+    Spans are positions in the response, with an exclusive end.
+
+    Attributes:
+        action: The environment's name for the action, or "step" if it has no names. Searches use "search",
+            "answer", "invalid" (the policy got a hint) and "none" (the last turn had no action).
+        text: The text that the policy wrote.
+        start: Start of the span that was sampled.
+        end: End of the span that was sampled.
+        error: The reason why the environment could not take the turn.
+        obs_start: Start of the observation's span, or None if nothing was appended.
+        obs_end: End of the observation's span, or None if nothing was appended.
+        reward: The environment's reward for the action.
+        version_first: Version of the weights that sampled the turn's first token.
+        details: Plain data that the environment says of the turn. The record has them beside the other
+            fields. For searches: query, documents and search_seconds.
     """
 
     action: str
     text: str
     start: int
     end: int
-    error: str | None = None  # why the environment could not take it
+    error: str | None = None
     obs_start: int | None = None
     obs_end: int | None = None
     reward: float | None = None
-    version_first: int | None = None  # of the weights that sampled its first token
+    version_first: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Turn:
-        """The turn that a record has."""
-        known = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
-        return cls(**known, details={name: record[name] for name in record if name not in known})
+        """Rebuild a turn from its record."""
+        fields = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
+        return cls(**fields, details={name: record[name] for name in record if name not in fields})
 
     def record(self, is_search: bool) -> dict[str, Any]:
-        """Its plain dict."""
+        """Return the turn as a plain dict."""
         record = vars(self) | self.details | vars(self)  # details can't take the place of a span
         del record["details"]
-        if is_search:  # its reward is the trajectory's
+        if is_search:  # a search has a reward for the trajectory, none for a turn
             del record["reward"]
         return record
 
 
 @dataclass
 class Trajectory:
-    """Row `row` of a batch. The three response lists have one entry per response token.
+    """One row of a batch while it grows.
+
+    The three response lists have one entry per response token.
 
     Example after "a <search> b </search>" and its observation, with ids for words:
     response_ids [5, 6, 7, 6, 9, 9, 9], response_mask [1, 1, 1, 1, 0, 0, 0],
@@ -143,46 +169,49 @@ class Trajectory:
     # "answer" | "done" | "eos" | "length" | "max_turns" | "search_failed" | "env_failed" | "unverified" |
     # "cut" | "kept"; "" while it runs
     finish_reason: str = ""
-    version_first: int | None = None  # policy version of the first and of the last sampled token
-    version_last: int | None = None
-    num_begun: int = 0  # of the last response tokens: of a turn that has not ended
-    version_begun: int | None = None  # of the first of these
-    num_old_turns: int | None = None  # turns of an earlier step; None: begun in this one
-    contexts: list[int] = field(default_factory=list)  # where in the response another context begins
+    version_first: int | None = None  # policy version of the first sampled token
+    version_last: int | None = None  # policy version of the last sampled token
+    num_begun: int = 0  # number of last response tokens that belong to a turn that has not ended
+    version_begun: int | None = None  # policy version of the first of these tokens
+    num_old_turns: int | None = None  # turns of an earlier step; None if it began in this step
+    contexts: list[int] = field(default_factory=list)  # positions in the response where a context begins
     env_class: str = SEARCH
     extras: Mapping[str, Any] = field(default_factory=dict)  # columns of its row, for its environment
     messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
-    max_turns: int = 0  # actions of its episode
-    params: SamplingParams | None = None  # of its turns; None: the loop's
-    columns: dict[str, Any] = field(default_factory=dict)  # of a row that was submitted to a rollout process
+    max_turns: int = 0  # maximum number of actions of its episode
+    params: SamplingParams | None = None  # sampling of its turns; None means that of the loop
+    columns: dict[str, Any] = field(default_factory=dict)  # columns of a row that a rollout process got
     drawn_before: int = 0  # tokens that it had sampled when its session began
-    episode: Episode | None = None  # while it runs, as the next three
-    session_id: int | None = None  # None: it has had none yet
+    episode: Episode | None = None  # set while it runs
+    session_id: int | None = None  # set while it runs, once it has a session
     stopped_by: str = "stop"  # why its last generation ended, as in `Completion`
     room: int = 0  # tokens that its context had left when it ended
-    num_shown: int = 0  # characters of its running turn that `on_event` has heard
-    seconds: tuple[float, float] = (0.0, 0.0)  # of its environment, in init and in all steps
+    num_shown: int = 0  # characters of its running turn that `on_event` was already given
+    seconds: tuple[float, float] = (0.0, 0.0)  # time in its environment's init, and in all its steps
     env_metrics: dict[str, Any] = field(default_factory=dict)
     error: str | None = None  # why its environment failed
-    kept_env: bytes | None = None
+    kept_env: bytes | None = None  # its environment, pickled for a later step
 
     @classmethod
     def continued(cls, row: int, prompt_ids: list[int], seed: int, state: Mapping[str, Any]) -> Trajectory:
-        """One of an earlier step as it was, finished or to be gone on with.
+        """Rebuild a trajectory of an earlier step as it was, finished or not.
 
         Args:
-            state: its `response_ids`, `response_mask`, `log_probs` without padding, and its `record`.
+            row: Its row in the present batch.
+            prompt_ids: Its prompt, unless the record of a kept trajectory has another.
+            seed: Its sampling seed.
+            state: Its `response_ids`, `response_mask` and `log_probs` without padding, and its `record`.
         """
         record = state["record"]
-        kept = record.get("kept", {})
+        kept_state = record.get("kept", {})
         is_open = record["finish_reason"] == KEPT
         turns = [Turn.of_record(turn) for turn in record["turns"]]
         names = ("version_first", "version_last", "num_begun", "version_begun", "env_metrics")
-        as_then: dict[str, Any] = {name: record[name] for name in names if name in record}
-        as_then |= {name: list(state[name]) for name in ("response_ids", "response_mask", "log_probs")}
+        restored: dict[str, Any] = {name: record[name] for name in names if name in record}
+        restored |= {name: list(state[name]) for name in ("response_ids", "response_mask", "log_probs")}
         return cls(
             row,
-            kept.get("prompt_ids", prompt_ids),
+            kept_state.get("prompt_ids", prompt_ids),
             seed,
             turns=turns,
             finish_reason="" if is_open else record["finish_reason"],
@@ -192,29 +221,32 @@ class Trajectory:
             room=record.get("room", 0),
             seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
             error=record.get("env_error"),
-            kept_env=kept.get("env"),
-            **as_then,
+            kept_env=kept_state.get("env"),
+            **restored,
         )
 
     @property
     def num_tokens(self) -> int:
-        """Length of the whole context, prompt included."""
+        """Return the length of prompt and response together."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def context(self) -> list[int]:
-        """The tokens that its next turn reads."""
+        """Return the tokens that the next turn reads."""
         if self.contexts:
             return self.response_ids[self.contexts[-1] :]
         return self.prompt_ids + self.response_ids
 
     @property
     def is_asking(self) -> bool:
-        """Whether its environment has its last turn, or had it when the trajectory was kept."""
+        """Return whether the environment has the last turn, or had it when the trajectory was kept."""
         return bool(self.turns) and self.turns[-1].obs_start is None and not self.num_begun
 
     def add_sampled(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> tuple[int, int]:
-        """Appends what the policy sampled to the end of its turn; returns the turn's span in the response."""
+        """Append what the policy sampled to the end of its turn.
+
+        Returns the turn's span in the response.
+        """
         start = len(self.response_ids) - self.num_begun
         self.num_begun = 0
         self.response_ids += token_ids
@@ -223,7 +255,7 @@ class Trajectory:
         return start, len(self.response_ids)
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not sample, and notes their span in the last turn."""
+        """Append tokens that the policy did not sample, and note their span in the last turn."""
         turn = self.turns[-1]
         turn.obs_start = len(self.response_ids)
         self.response_ids += token_ids
@@ -232,17 +264,22 @@ class Trajectory:
         turn.obs_end = len(self.response_ids)
 
     def begin_context(self, token_ids: Sequence[int]) -> None:
-        """Appends another prompt, which the next turn reads in place of all before, in a new session."""
+        """Append another prompt, which the next turn reads in place of all before, in a new session."""
         self.contexts.append(len(self.response_ids))
         self.add_observation(token_ids)
 
     def mask(self) -> None:
-        """None of its tokens may be learnt from."""
+        """Exclude all tokens from training."""
         self.response_mask = [0] * len(self.response_ids)
         self.log_probs = [0.0] * len(self.response_ids)
 
     def keep(self, begun: Partial, version: int) -> None:
-        """Takes what the running turn has sampled, for a later step to go on from. `version`: the present."""
+        """Append what the running turn has sampled, so that a later step can go on from there.
+
+        Args:
+            begun: The tokens of the running turn.
+            version: The present version of the weights.
+        """
         if begun.token_ids:
             if not self.num_begun:
                 self.version_begun = begun.version_first
@@ -252,7 +289,7 @@ class Trajectory:
             self.version_last = version
 
     def record(self, prompt_text: str) -> dict[str, Any]:
-        """The plain dict that goes into the batch under `trajectory`."""
+        """Return the plain dict that goes into the batch under `trajectory`."""
         is_search = self.env_class == SEARCH
         record = {
             "turns": [turn.record(is_search) for turn in self.turns],
@@ -275,7 +312,7 @@ class Trajectory:
             rewards = [turn.reward for turn in self.turns if turn.reward is not None]
             record |= {
                 "env_class": self.env_class,
-                "env_reward": sum(rewards) if rewards else None,  # None: the run's reward function scores
+                "env_reward": sum(rewards) if rewards else None,  # None if the run's reward function scores
                 "env_metrics": self.env_metrics,
                 "env_error": self.error,
                 "env_seconds_init": self.seconds[0],
@@ -290,7 +327,11 @@ class Trajectory:
 class PendingStep:
     """A turn that its environment is at work on, or an environment that is being made.
 
-    outcome: what comes of the future. due: the engine step at which that joins, with a fixed delay.
+    Attributes:
+        trajectory: The trajectory that waits.
+        future: The work under way.
+        due: The engine step at which the outcome joins, with a fixed delay.
+        outcome: Function that returns the outcome of the future when it is done.
     """
 
     trajectory: Trajectory

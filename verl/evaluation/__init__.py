@@ -1,1 +1,1 @@
-"""Evaluation: a model on benchmarks, with the agent, environments and verifiers of training."""
+"""Evaluation of a model on benchmarks, with the agent, environments and verifiers of training."""

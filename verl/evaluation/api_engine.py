@@ -3,9 +3,9 @@
     a tokenizer is known   POST /completions, token ids in and out   as in training (vLLM, verl.inference)
     none is known          POST /chat/completions, messages          any server; observations are a user's
 
-In the second form a token is a whole message (`MessageTokenizer`): lengths of prompts and observations count
-messages; data.max_response_length goes to the server as it is. Log-probs are 0: such rollouts are measured,
-never trained on.
+In the second form a token is a whole message (`MessageTokenizer`). Lengths of prompts and observations count
+messages, and data.max_response_length goes to the server as it is. Log-probs are 0, because such rollouts are
+measured and never trained on.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from verl.workers.rollout.base import (
 )
 
 MOST_IDS = 2**31 - 1
-STEP_SECONDS = 0.05  # that `step` waits for a turn
-# what is wrong with one request; so many in a row: with all
-OF_REQUEST = (400, 413, 422)
-MOST_REFUSED = 20
+STEP_SECONDS = 0.05  # time that `step` waits for a turn
+OF_REQUEST = (400, 413, 422)  # statuses that tell an error of one request
+MOST_REFUSED = 20  # after this many refusals in a row, something is wrong with all requests
 _PIECE = re.compile("\0([a-z]*)\1([^\0]*)")
 
 
 class MessageTokenizer:
-    """A tokenizer for `Codec` whose tokens are messages: ids are given out as texts come."""
+    """A tokenizer for `Codec` whose tokens are messages. Ids are given out as texts arrive."""
 
     chat_template = "messages"
     eos_token_id = bos_token_id = pad_token_id = None
@@ -60,8 +59,8 @@ class MessageTokenizer:
         return self._ids[key]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
-        """Text that `encode` takes apart again."""
-        contents = [(each["role"], str(each["content"]).replace("\0", "")) for each in messages]
+        """Return a text that `encode` takes apart again."""
+        contents = [(message["role"], str(message["content"]).replace("\0", "")) for message in messages]
         return "".join(f"\0{role}\1{content}" for role, content in contents)
 
     def encode(self, text: str, **_: Any) -> list[int]:
@@ -93,9 +92,10 @@ class ApiEngine(RolloutEngine[ApiSession]):
     """One model of a server. Turns are requests, at most `concurrency` at a time.
 
     Attributes:
-        usage: seed of a rollout -> tokens that the server says it has read ("prompt_tokens") and written.
-        refused: seed of a rollout -> why the server refused one of its requests (OF_REQUEST), and no other's.
-            Its turn is empty; nobody knows the rollout's worth.
+        usage: Seed of a rollout -> number of tokens that the server says it has read ("prompt_tokens") and
+            written ("completion_tokens").
+        refused: Seed of a rollout -> the reason why the server refused one of its requests (OF_REQUEST), but
+            not those of others. Its turn is empty, and nobody knows the rollout's worth.
     """
 
     session_class = ApiSession
@@ -112,8 +112,18 @@ class ApiEngine(RolloutEngine[ApiSession]):
         timeout: float = 300.0,
         patience: float = 1800.0,
     ) -> None:
-        """messages: the tokenizer for servers that take messages; None: token ids. timeout: seconds of one
-        request, after which it is sent again. patience: seconds of a turn with all its requests.
+        """Create the engine and start its thread.
+
+        Args:
+            base_url: The address of the API.
+            model: The name of the model.
+            messages: The tokenizer for servers that take messages. None means that the server takes token
+                ids.
+            max_model_len: Maximum number of tokens of a session.
+            concurrency: Maximum number of requests at a time.
+            api_key: The bearer token, if the server needs one.
+            timeout: Number of seconds of one request, after which it is sent again.
+            patience: Number of seconds of a turn with all its requests.
         """
         super().__init__(max_model_len, MOST_IDS)
         self.base_url = base_url.rstrip("/")
@@ -129,8 +139,8 @@ class ApiEngine(RolloutEngine[ApiSession]):
         headers = {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency)
-        waits = httpx.Timeout(timeout, pool=None)
-        self._client = httpx.AsyncClient(headers=headers, timeout=waits, limits=limits)
+        timeouts = httpx.Timeout(timeout, pool=None)
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeouts, limits=limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="api", daemon=True)
         self._thread.start()
@@ -148,7 +158,10 @@ class ApiEngine(RolloutEngine[ApiSession]):
         self._loop.call_soon_threadsafe(lambda: session.task and session.task.cancel())
 
     def _advance(self) -> list[Completion]:
-        """Waits a moment if no turn has ended. EngineUnavailable: the server refuses, or does not answer."""
+        """Return the turns that ended, after a short wait if there are none.
+
+        Raises EngineUnavailable if the server refuses, or does not answer.
+        """
         completions: list[Completion] = []
         while True:
             try:
@@ -166,7 +179,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
 
     async def _turn(self, session: ApiSession) -> None:
         try:
-            ids, stopped, reason = await self._sampled(session)
+            ids, stop_string, reason = await self._sampled(session)
             self._refused_in_a_row = 0
         except Refused as error:
             self._refused_in_a_row += 1
@@ -174,20 +187,20 @@ class ApiEngine(RolloutEngine[ApiSession]):
                 self._ended.put(error)
                 return
             self.refused[session.params.seed] = str(error)
-            stopped = None
+            stop_string = None
             reason = "eos"
             ids = [] if self.messages is None else [self.messages.id_of("assistant", "")]
-        except Exception as error:  # a reply of another shape
+        except Exception as error:  # the reply has another shape
             self._ended.put(Refused(f"found a reply that can't be read ({type(error).__name__}: {error})"))
             return
         session.tokens.extend(ids)
         session.log_probs = session.model_log_probs = [0.0] * len(ids)
         session.num_sampled += len(ids)
         self._generated_tokens += len(ids)
-        self._ended.put(session.end_turn(reason, stopped, self.version))
+        self._ended.put(session.end_turn(reason, stop_string, self.version))
 
     async def _sampled(self, session: ApiSession) -> tuple[list[int], str | None, str]:
-        """Ids, stop string and reason of a turn. Refused."""
+        """Return ids, stop string and reason of a turn. Raises Refused."""
         reply = await self._ask(session)
         choice = reply["choices"][0]
         usage = reply.get("usage") or {}
@@ -197,21 +210,21 @@ class ApiEngine(RolloutEngine[ApiSession]):
         if self.messages is None:
             ids = choice["token_ids"]
             stop = session.params.stop
-            stopped = next((s for n in range(len(ids)) if stop and (s := stop.match(ids[: n + 1]))), None)
+            stop_string = next((s for n in range(len(ids)) if stop and (s := stop.match(ids[: n + 1]))), None)
         else:
             text = str(choice["message"].get("content") or "")
-            # The server leaves out the stop string: it is one whose tag is open.
-            stopped = next((s for s in stops if text.count(s.replace("/", "", 1)) > text.count(s)), None)
-            stopped = stopped if choice["finish_reason"] == "stop" else None
-            ids = [self.messages.id_of("assistant", text + (stopped or ""))]
+            # The server leaves out the stop string. It is one whose tag is still open.
+            stop_string = next((s for s in stops if text.count(s.replace("/", "", 1)) > text.count(s)), None)
+            stop_string = stop_string if choice["finish_reason"] == "stop" else None
+            ids = [self.messages.id_of("assistant", text + (stop_string or ""))]
         if choice["finish_reason"] == "length":
             reason = "length"
         else:
-            reason = "stop" if stopped else "eos"
-        return ids, stopped, reason
+            reason = "stop" if stop_string else "eos"
+        return ids, stop_string, reason
 
     async def _ask(self, session: ApiSession) -> dict[str, Any]:
-        """What the server answers. Refused."""
+        """Return what the server answers. Raises Refused."""
         params = session.params
         tokens = session.tokens.tolist()
         body: dict[str, Any] = {"model": self.model, "temperature": params.temperature}
@@ -222,25 +235,25 @@ class ApiEngine(RolloutEngine[ApiSession]):
         if self.messages is None:
             body |= {"prompt": tokens, "max_tokens": session.limit, "return_token_ids": True}
             route = "completions"
-            needed = "token_ids"
+            required = "token_ids"
         else:
-            said = [self.messages.messages[token] for token in tokens]
-            body |= {"messages": said, "max_completion_tokens": params.max_tokens}
+            history = [self.messages.messages[token] for token in tokens]
+            body |= {"messages": history, "max_completion_tokens": params.max_tokens}
             route = "chat/completions"
-            needed = "message"
+            required = "message"
         url = f"{self.base_url}/{route}"
         content = json.dumps(body)
         reply = await post_patiently(self._client, url, content, self.patience)
         try:
-            found: dict[str, Any] = reply.json()
-            if found["choices"][0].get(needed) is None or "finish_reason" not in found["choices"][0]:
-                raise KeyError(needed)
+            answer: dict[str, Any] = reply.json()
+            if answer["choices"][0].get(required) is None or "finish_reason" not in answer["choices"][0]:
+                raise KeyError(required)
         except (ValueError, LookupError, TypeError, AttributeError):
             hint = "; leave out --tokenizer" if self.messages is None else ""
             raise Refused(
-                f"{route}: found the reply {reply.text:.200}; expected a choice with {needed}{hint}"
+                f"{route}: found the reply {reply.text:.200}; expected a choice with {required}{hint}"
             ) from None
-        return found
+        return answer
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError("a server of others keeps its weights")

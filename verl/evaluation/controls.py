@@ -7,7 +7,7 @@
     rows of a set -> with_retriever -> rows whose `episode` tells the search environment what a search finds
                                        (search_r1/llm_agent/other_passages.py)
 
-A policy that searches because it must is right much less often with `shuffled` and `empty`; one that knows
+A policy that searches because it must is right much less often with `shuffled` and `empty`. One that knows
 the answers by heart loses nothing.
 """
 
@@ -26,9 +26,15 @@ from verl.utils.records.trajectories import find_question
 
 
 class ControlledDataset(RLHFDataset):
-    """A data set whose rows say what their searches find. controls: of each row, for its `extras`."""
+    """A data set whose rows say what their searches find."""
 
     def __init__(self, dataset: RLHFDataset, controls: Sequence[dict[str, Any]]) -> None:
+        """Take the rows of a data set.
+
+        Args:
+            dataset: The data set.
+            controls: The control of each row, for its `extras`.
+        """
         vars(self).update(vars(dataset))
         self.controls = controls
 
@@ -46,13 +52,17 @@ def with_retriever(dataset: RLHFDataset, retriever: str, seed: int, num_searches
     With `shuffled` the different questions of the set stand in a circle, whose order depends on these
     questions and the seed alone. The search in turn n of a row (from 1) finds the passages of the n-th
     question after its own. After `num_searches` turns, or where the circle ends, it begins again with the
-    first one after its own.
+    first question after its own.
 
     Args:
-        retriever: own, shuffled or empty. seed: of the circle. num_searches: most searches of a row.
+        dataset: The set of questions.
+        retriever: own, shuffled or empty.
+        seed: The seed of the circle's order.
+        num_searches: Maximum number of searches of a row.
 
     Raises:
-        ValueError: a row is no search, or all rows ask the same question, which has no other one.
+        ValueError: If a row is no search, or if all rows ask the same question, so that there is no other
+            one.
     """
     if retriever == OWN:
         return dataset
@@ -67,17 +77,17 @@ def with_retriever(dataset: RLHFDataset, retriever: str, seed: int, num_searches
             "expected two different ones or more, as a search finds the passages of another one."
         )
     circle = [different[i] for i in np.random.default_rng(seed).permutation(len(different))]
-    place_of = {question: place for place, question in enumerate(circle)}
+    index_of = {question: index for index, question in enumerate(circle)}
     num_others = max(1, min(num_searches, len(circle) - 1))
     controls = []
     for row, question in zip(dataset.rows, questions, strict=True):
-        following = range(place_of[question] + 1, place_of[question] + 1 + num_others)
+        following = range(index_of[question] + 1, index_of[question] + 1 + num_others)
         titles = _extra_info(row).get("gold_titles")
         controls.append(
             {
                 "kind": SHUFFLED,
                 "question": question,
-                "others": [circle[place % len(circle)] for place in following],
+                "others": [circle[index % len(circle)] for index in following],
                 "gold_titles": [] if titles is None else [str(title) for title in titles],
             }
         )
@@ -85,7 +95,7 @@ def with_retriever(dataset: RLHFDataset, retriever: str, seed: int, num_searches
 
 
 def question_of(dataset: RLHFDataset, row: Row) -> str:
-    """Return a row's question: what its extra_info says, else what its prompt ends with."""
+    """Return a row's question: that of its extra_info, or else the one at the end of its prompt."""
     question = _extra_info(row).get("question")
     if isinstance(question, str) and question.strip():
         return question

@@ -1,4 +1,7 @@
-"""Figures of a benchmark from its lines of results: means, pass@j, intervals over its examples; its seeds."""
+"""Figures of a benchmark from its lines of results: means, pass@j, intervals over its examples.
+
+The seeds of its rollouts are here, too.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
-LOST = ("unverified", "env_failed", "search_failed")  # ends of a rollout of which nobody knows a reward
+LOST = ("unverified", "env_failed", "search_failed")  # finish reasons of rollouts without a known reward
 
 
 def interval(values: Sequence[float] | np.ndarray) -> list[float]:
-    """[mean, low, high] of one value an example: the bounds hold 95 % of the means of as many examples, drawn
-    with replacement (percentile bootstrap, Efron 1979).
+    """Return [mean, low, high] of one value per example.
+
+    The bounds hold 95 % of the means of as many examples, drawn with replacement (percentile bootstrap, Efron
+    1979).
     """
     array = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(0)
@@ -27,13 +32,17 @@ def interval(values: Sequence[float] | np.ndarray) -> list[float]:
 
 
 def rollout_seed(seed: int, place: tuple[int, int]) -> int:
-    """63 bits for the sampling of (example, number of its rollout)."""
+    """Return 63 bits for the sampling of (example, number of its rollout)."""
     return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def pass_at(num: int, num_solved: int, j: int) -> float:
-    """The share of the choices of j out of `num` rollouts that hold a solved one, unbiased:
-    1 - C(num - num_solved, j) / C(num, j) (Chen et al. 2021, arXiv:2107.03374). ValueError: j > num.
+    """Return the share of the choices of j out of `num` rollouts that contain a solved one.
+
+    The estimate is unbiased: 1 - C(num - num_solved, j) / C(num, j) (Chen et al. 2021, arXiv:2107.03374).
+
+    Raises:
+        ValueError: If j > num or j < 1.
     """
     if not 1 <= j <= num:
         raise ValueError(f"pass@{j} of {num} rollouts; expected 1 to {num}")
@@ -41,13 +50,15 @@ def pass_at(num: int, num_solved: int, j: int) -> float:
 
 
 def summarize(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any]:
-    """Of all lines, and in `by_task` of each task's where there are several.
+    """Return the figures of all lines and, in `by_task`, those of each task if there are several.
 
-    num_examples, num_rollouts, num_unverified (nobody knows their worth: they are in no figure of rewards),
-    num_truncated; k, the most rollouts of an example; `avg@k`, `em`, `f1`, and `pass@j` for all
-    j <= k, each [mean, low, high] over examples; an example is in pass@j if j of its rollouts were verified.
-    A rollout is solved with a reward of `solved_at` or more. searches, completion_len, and what
-    `similarity.py` says of a rollout are of verified ones, the first two means over rollouts.
+    - `num_examples`, `num_rollouts`, `num_truncated`: counts.
+    - `num_unverified`: the number of rollouts whose worth nobody knows. They are in no figure of rewards.
+    - `k`: the largest number of rollouts of an example.
+    - `avg@k`, `em`, `f1`, and `pass@j` for all j <= k: each is [mean, low, high] over examples. An example is
+      in pass@j if j of its rollouts were verified. A rollout is solved if its reward is `solved_at` or more.
+    - `searches`, `completion_len`: means over verified rollouts.
+    - The figures of `similarity.py`: each is [mean, low, high] over examples, of verified rollouts.
     """
     figures = _figures(lines, solved_at)
     tasks = sorted({str(line["task"]) for line in lines})
@@ -62,38 +73,38 @@ def _figures(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any
     examples: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         examples.setdefault(line["example_id"], []).append(line)
-    most = max(map(len, examples.values()), default=0)
-    verified = [[each for each in group if each["reward"] is not None] for group in examples.values()]
-    known = [group for group in verified if group]
+    k = max(map(len, examples.values()), default=0)
+    verified = [[line for line in group if line["reward"] is not None] for group in examples.values()]
+    groups = [group for group in verified if group]
     figures: dict[str, Any] = {
         "num_examples": len(examples),
         "num_rollouts": len(lines),
         "num_unverified": sum(line["reward"] is None for line in lines),
         "num_truncated": sum(line["is_truncated"] for line in lines),
-        "k": most,
+        "k": k,
     }
-    for name, key in ((f"avg@{most}", "reward"), ("em", "em"), ("f1", "f1")):
-        if known:
-            figures[name] = interval([float(np.mean([each[key] for each in group])) for group in known])
-    for j in range(1, most + 1):
-        of_each = [
-            pass_at(len(group), sum(each["reward"] >= solved_at for each in group), j)
-            for group in known
+    for name, key in ((f"avg@{k}", "reward"), ("em", "em"), ("f1", "f1")):
+        if groups:
+            figures[name] = interval([float(np.mean([line[key] for line in group])) for group in groups])
+    for j in range(1, k + 1):
+        shares = [
+            pass_at(len(group), sum(line["reward"] >= solved_at for line in group), j)
+            for group in groups
             if len(group) >= j
         ]
-        if of_each:
-            figures[f"pass@{j}"] = interval(of_each)
-    told = [line for group in known for line in group]
+        if shares:
+            figures[f"pass@{j}"] = interval(shares)
+    verified_lines = [line for group in groups for line in group]
     for name in ("searches", "completion_len"):
-        figures[name] = float(np.mean([line[name] for line in told])) if told else None
+        figures[name] = float(np.mean([line[name] for line in verified_lines])) if verified_lines else None
     for block in ("similarity", "retrieval"):
-        for name in sorted({name for line in told for name in line.get(block) or ()}):
-            of_examples = []
-            for group in known:
+        for name in sorted({name for line in verified_lines for name in line.get(block) or ()}):
+            means = []
+            for group in groups:
                 values = [value for line in group if (value := (line.get(block) or {}).get(name)) is not None]
-                of_examples += [float(np.mean(values))] if values else []
-            if of_examples:
-                figures[name] = interval(of_examples)
+                means += [float(np.mean(values))] if values else []
+            if means:
+                figures[name] = interval(means)
     for name in ("prompt_tokens", "completion_tokens", "cost"):
         if lines and name in lines[0]:
             figures[name] = sum(line[name] for line in lines)

@@ -1,6 +1,6 @@
 """Asking a benchmark: rollouts through the agent loop of training, scored and written as they end.
 
-    results.jsonl   a line for each rollout; what is there is not asked again, unless nobody could verify it
+    results.jsonl   a line for each rollout, which is not asked again unless nobody could verify it
     summary.json    the figures of all lines (`figures.py`)
     page.html       the rollouts, for the eye
 
@@ -44,10 +44,17 @@ SAY_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Asking:
-    """How a benchmark is asked. rollouts: of each example. temperature: 0 is greedy. concurrency: rollouts
-    under way at once. solved_at: the reward from which a rollout counts as solved. prices: US dollars per
-    million tokens read and written, for servers that tell their usage. category: name in extra_info by which
-    figures are told, None: the data source. similarity: whether answers are compared with their references.
+    """The settings with which a benchmark is asked.
+
+    Attributes:
+        rollouts: Number of rollouts of each example.
+        temperature: The sampling temperature. 0 is greedy.
+        seed: The seed of the run.
+        concurrency: Maximum number of rollouts under way at once.
+        solved_at: The reward from which a rollout counts as solved.
+        prices: US dollars per million tokens read and written, for servers that tell their usage.
+        category: The name in extra_info by which figures are grouped. None means the data source.
+        similarity: Whether answers are compared with their references.
     """
 
     rollouts: int = 1
@@ -60,12 +67,19 @@ class Asking:
     similarity: bool = False
 
 
-Place = tuple[int, int]  # example, number of its rollout
+Place = tuple[int, int]  # (example, number of its rollout)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rollout that is over. seconds: from its first request to its end."""
+    """A rollout that is over.
+
+    Attributes:
+        place: The example and the number of its rollout.
+        row: The row of the example.
+        trajectory: The trajectory.
+        seconds: Number of seconds from its first request to its end.
+    """
 
     place: Place
     row: Mapping[str, Any]
@@ -76,7 +90,7 @@ class Ended:
 def rollouts(
     agent: EnvironmentAgent, dataset: RLHFDataset, places: Sequence[Place], asking: Asking
 ) -> Iterator[list[Ended]]:
-    """Runs all places; gives those that ended, as soon as they have."""
+    """Run all places, and yield those that ended as soon as they have."""
     service = TrajectoryService(agent)
     waiting = deque(places)
     numbers = count()
@@ -85,31 +99,31 @@ def rollouts(
     sampling |= {"top_k": -1, "min_p": 0.0, "validate": True}
     try:
         while waiting or live:
-            fresh = [waiting.popleft() for _ in range(min(len(waiting), asking.concurrency - len(live)))]
-            if fresh:
-                rows = [dataset[example] for example, _ in fresh]
-                seeds = torch.tensor([rollout_seed(asking.seed, place) for place in fresh])
+            new_places = [waiting.popleft() for _ in range(min(len(waiting), asking.concurrency - len(live)))]
+            if new_places:
+                rows = [dataset[example] for example, _ in new_places]
+                seeds = torch.tensor([rollout_seed(asking.seed, place) for place in new_places])
                 batch = with_seeds(prompt_batch(rows, "evaluation"), seeds, **sampling)
-                begun = agent.trajectories(batch)
+                trajectories = agent.trajectories(batch)
                 params = agent.sampling_params(batch.meta_info)
-                for place, row, trajectory in zip(fresh, rows, begun, strict=True):
+                for place, row, trajectory in zip(new_places, rows, trajectories, strict=True):
                     trajectory.row = next(numbers)
                     trajectory.params = params
                     live[trajectory.row] = place, row, time.perf_counter()
-                service.add(begun)
+                service.add(trajectories)
             service.advance()
             if ended := service.take_finished():
                 now = time.perf_counter()
-                over = [(live.pop(each.row), each) for each in ended]
-                yield [Ended(place, row, each, now - began) for (place, row, began), each in over]
+                finished = [(live.pop(trajectory.row), trajectory) for trajectory in ended]
+                yield [
+                    Ended(place, row, trajectory, now - began) for (place, row, began), trajectory in finished
+                ]
     finally:
         service.end()
 
 
 class Benchmark:
-    """One model's results of one benchmark, in a folder. settings: all that a result depends on; a folder
-    keeps to those that it began with.
-    """
+    """One model's results of one benchmark, in a folder."""
 
     def __init__(
         self,
@@ -119,7 +133,15 @@ class Benchmark:
         settings: Mapping[str, Any],
         encode: Callable[[list[str]], np.ndarray] | None = None,
     ) -> None:
-        """encode: texts -> vectors of length 1, [N, D], for `answer_similarity`."""
+        """Create the benchmark. Nothing is written yet.
+
+        Args:
+            name: The name of the benchmark.
+            dataset: Its rows.
+            folder: The folder of its files.
+            settings: Everything that a result depends on. A folder keeps the settings that it began with.
+            encode: Function of texts that returns vectors of length 1, [N, D], for `answer_similarity`.
+        """
         self.encode = encode
         self.name = name
         self.dataset = dataset
@@ -128,8 +150,13 @@ class Benchmark:
         self.results = folder / "results.jsonl"
 
     def check(self, resume: bool) -> None:
-        """ValueError: there are results already, and these are not to be gone on with, or not with these
-        settings.
+        """Check that a run in the folder can begin or go on.
+
+        Args:
+            resume: Whether the run may go on with existing results.
+
+        Raises:
+            ValueError: If there are results already and `resume` is False, or they have other settings.
         """
         if not self.results.exists():
             return
@@ -138,29 +165,29 @@ class Benchmark:
                 f"Found results at {self.folder}; expected none. Give --resume to go on with them, or "
                 "another --out."
             )
-        (before,) = read_lines(self.folder / "settings.json") or [{}]
-        now = json.loads(to_json(self.settings))  # as a file gives them back
-        other = [name for name in (before | now) if before.get(name) != now.get(name)]
-        if other:
-            found = ", ".join(f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in other)
+        (saved,) = read_lines(self.folder / "settings.json") or [{}]
+        current = json.loads(to_json(self.settings))  # in the form in which a file has them
+        changed = [name for name in (saved | current) if saved.get(name) != current.get(name)]
+        if changed:
+            changes = ", ".join(f"{name}={saved.get(name)!r}, now {current.get(name)!r}" for name in changed)
             raise ValueError(
-                f"{self.folder} was begun with other settings: {found}. Use those, or give another --out."
+                f"{self.folder} was begun with other settings: {changes}. Use those, or give another --out."
             )
 
     def run(self, agent: EnvironmentAgent, reward_fn: RewardManager, asking: Asking) -> dict[str, Any]:
-        """Asks what is not known yet, writes the three files, and returns the summary."""
+        """Ask what has no result yet, write the three files, and return the summary."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(self.folder / "settings.json", to_json(self.settings) + "\n")
         lines = read_lines(self.results)
-        known = [line for line in lines if line["reward"] is not None]
+        verified = [line for line in lines if line["reward"] is not None]
         self._spend([line for line in lines if line["reward"] is None])
-        write_lines(self.results, known)
-        done = {(line["example_id"], line["rollout_idx"]) for line in known}
-        every = [(example, i) for example in range(len(self.dataset)) for i in range(asking.rollouts)]
-        places = [place for place in every if place not in done]
+        write_lines(self.results, verified)
+        done = {(line["example_id"], line["rollout_idx"]) for line in verified}
+        all_places = [(example, i) for example in range(len(self.dataset)) for i in range(asking.rollouts)]
+        places = [place for place in all_places if place not in done]
         texts = TokenTexts(agent.tokenizer)
         jobs = list[Future[None]]()
-        said = len(done)
+        num_done = len(done)
         began = time.monotonic()
         with ThreadPoolExecutor(1, "scoring") as scoring, self.results.open("a", encoding="utf-8") as file:
 
@@ -174,16 +201,20 @@ class Benchmark:
                     jobs.append(scoring.submit(write, ended))
                     while jobs and jobs[0].done():
                         jobs.pop(0).result()
-                    said += len(ended)
+                    num_done += len(ended)
                     if time.monotonic() - began > SAY_SECONDS:
                         began = time.monotonic()
-                        print(f"{self.name}: {said} of {len(every)} rollouts", file=sys.stderr, flush=True)
+                        print(
+                            f"{self.name}: {num_done} of {len(all_places)} rollouts",
+                            file=sys.stderr,
+                            flush=True,
+                        )
             finally:
                 for job in jobs:
                     job.result()
-                if isinstance(agent.engine, ApiEngine):  # of rollouts that were broken off
-                    left = list(agent.engine.usage.values())
-                    self._spend([_priced(usage, asking) for usage in left])
+                if isinstance(agent.engine, ApiEngine):  # rollouts that were broken off were paid for, too
+                    usages = list(agent.engine.usage.values())
+                    self._spend([_priced(usage, asking) for usage in usages])
                     agent.engine.usage.clear()
         return self.report(asking.solved_at)
 
@@ -195,24 +226,24 @@ class Benchmark:
         texts: TokenTexts,
         asking: Asking,
     ) -> Iterator[dict[str, Any]]:
-        rows = prompt_batch([dict(each.row) for each in ended], "evaluation").non_tensor_batch
-        rows["uid"] = object_array([f"{each.place[0]}" for each in ended])
-        batch = agent.batch([each.trajectory for each in ended], rows, {})
+        rows = prompt_batch([dict(rollout.row) for rollout in ended], "evaluation").non_tensor_batch
+        rows["uid"] = object_array([f"{rollout.place[0]}" for rollout in ended])
+        batch = agent.batch([rollout.trajectory for rollout in ended], rows, {})
         began = time.perf_counter()
         answers = score_answers(batch, reward_fn)
         scoring_ms = 1000 * (time.perf_counter() - began) / len(ended)
         records = trajectory_records(batch, texts, 0, "test", len(ended))
-        for i, (each, record) in enumerate(zip(ended, records, strict=True)):
+        for i, (rollout, record) in enumerate(zip(ended, records, strict=True)):
             trajectory = record["trajectory"]
             reason = trajectory["finish_reason"]
             score = answers["score"][i]
             extra = record["extra_info"]
             engine = agent.engine if isinstance(agent.engine, ApiEngine) else None
-            refused = None if engine is None else engine.refused.pop(each.trajectory.seed, None)
+            refused = None if engine is None else engine.refused.pop(rollout.trajectory.seed, None)
             reward = None if score is None or reason in LOST or refused else float(score)
             line = {
-                "example_id": each.place[0],
-                "rollout_idx": each.place[1],
+                "example_id": rollout.place[0],
+                "rollout_idx": rollout.place[1],
                 "task": str(extra.get(asking.category)) if asking.category else record["data_source"],
                 "prompt": trajectory["prompt_text"],
                 "completion": "".join(record["tokens"]),
@@ -221,10 +252,10 @@ class Benchmark:
                 "completion_len": sum(record["token_mask"]),
                 "searches": trajectory["num_searches"],
                 "finish_reason": reason,
-                "generation_ms": 1000 * each.seconds,
+                "generation_ms": 1000 * rollout.seconds,
                 "scoring_ms": scoring_ms,
-                "total_ms": 1000 * each.seconds + scoring_ms,
-                "metrics": each.trajectory.env_metrics,
+                "total_ms": 1000 * rollout.seconds + scoring_ms,
+                "metrics": rollout.trajectory.env_metrics,
                 "info": extra,
                 "retrieval": retrieval_effect(trajectory, extra.get("gold_titles"), record["answer"]),
             }
@@ -234,17 +265,17 @@ class Benchmark:
                     vectors = self.encode([record["answer"] or "", *record["gold"]])
                     line["similarity"]["answer_similarity"] = float((vectors[1:] @ vectors[0]).max())
             if engine is not None:
-                spent = _priced(engine.usage.pop(each.trajectory.seed, Counter()), asking)
+                spent = _priced(engine.usage.pop(rollout.trajectory.seed, Counter()), asking)
                 length = spent["completion_tokens"] or line["completion_len"]
                 line |= {**spent, "completion_len": length, "refused": refused}
             record |= {"score": reward}
             yield line | {name: value for name, value in record.items() if name not in ("step", "extra_info")}
 
     def _spend(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Notes what was paid for rollouts that have no line."""
+        """Note what was paid for rollouts that have no line."""
         if sums := {name: sum(line[name] for line in lines) for name in PAID if lines and name in lines[0]}:
-            before = self._spent()
-            total = {name: value + before.get(name, 0) for name, value in sums.items()}
+            spent_before = self._spent()
+            total = {name: value + spent_before.get(name, 0) for name, value in sums.items()}
             write_text_atomically(self.folder / "spent.json", to_json(total) + "\n")
 
     def _spent(self) -> dict[str, float]:
@@ -252,11 +283,11 @@ class Benchmark:
         return spent
 
     def lines(self) -> list[dict[str, Any]]:
-        """Of all rollouts that are over, by example."""
+        """Return the lines of all rollouts that are over, by example."""
         return sorted(read_lines(self.results), key=lambda line: (line["example_id"], line["rollout_idx"]))
 
     def report(self, solved_at: float) -> dict[str, Any]:
-        """Writes summary.json and page.html of the lines that are there."""
+        """Write summary.json and page.html from the existing lines, and return the summary."""
         lines = self.lines()
         figures = summarize(lines, solved_at)
         figures |= {name: figures.get(name, 0) + value for name, value in self._spent().items()}
@@ -271,14 +302,14 @@ class Benchmark:
 
 
 def _priced(usage: Mapping[str, int], asking: Asking) -> dict[str, float]:
-    """A rollout's tokens, and what they cost."""
-    read, written = (usage.get(name, 0) for name in PAID[:2])
-    cost = (read * asking.prices[0] + written * asking.prices[1]) / 1e6
-    return {"prompt_tokens": read, "completion_tokens": written, "cost": cost}
+    """Return the numbers of tokens that a rollout read and wrote, and what they cost."""
+    num_read, num_written = (usage.get(name, 0) for name in PAID[:2])
+    cost = (num_read * asking.prices[0] + num_written * asking.prices[1]) / 1e6
+    return {"prompt_tokens": num_read, "completion_tokens": num_written, "cost": cost}
 
 
 def shown(value: Any) -> str:
-    """A figure for people: .412 [.381, .446] of [mean, low, high]."""
+    """Return a figure in a form for people, such as .412 [.381, .446] for [mean, low, high]."""
     if isinstance(value, list):
         mean, low, high = value
         return f"{mean:.3f} [{low:.3f}, {high:.3f}]"

@@ -1,4 +1,6 @@
-"""How near a long answer comes to its reference, beside exact match; and what searching brought.
+"""Measures of how near a long answer comes to its reference, and of what searching brought.
+
+They stand beside exact match.
 
     answer, references -> rouge_l, token_f1, jaccard, bleu: of the best reference
     turns              -> gold_recall, gold_recall_at_<search>, answer_from_search
@@ -28,17 +30,20 @@ _WORD = re.compile(r"\w+")
 
 
 def tokens_of(text: str, by_letters: bool) -> list[str]:
-    """Letters without white space, or words."""
+    """Return the letters of a text without white space, or its words."""
     return list("".join(text.split())) if by_letters else _WORD.findall(text.lower())
 
 
 def is_by_letters(text: str) -> bool:
-    """Whether a text is mostly Chinese, Japanese or Korean."""
+    """Return whether a text is mostly Chinese, Japanese or Korean."""
     return 2 * len(_CJK.findall(text)) > len(_WORD.findall(text))
 
 
 def similarity(answer: str, references: Sequence[str]) -> dict[str, float]:
-    """The four figures, each of the reference that gives the highest; 0 without an answer or a reference."""
+    """Return the four figures, each of the reference that gives the highest one.
+
+    They are 0 without an answer or a reference.
+    """
     best = dict.fromkeys(NAMES, 0.0)
     for reference in references:
         by_letters = is_by_letters(reference)
@@ -49,7 +54,7 @@ def similarity(answer: str, references: Sequence[str]) -> dict[str, float]:
 
 
 def rouge_l(reference: Sequence[str], answer: Sequence[str]) -> float:
-    """F-measure of the longest common subsequence, recall weighted by ROUGE_BETA."""
+    """Return the F-measure of the longest common subsequence, with recall weighted by ROUGE_BETA."""
     row = [0] * (len(answer) + 1)
     for token in reference:
         diagonal = 0
@@ -66,19 +71,19 @@ def rouge_l(reference: Sequence[str], answer: Sequence[str]) -> float:
 
 
 def token_f1(reference: Sequence[str], answer: Sequence[str]) -> float:
-    """F1 of the tokens, each as often as it is there."""
+    """Return the F1 of the tokens, each counted as often as it occurs."""
     common = (Counter(reference) & Counter(answer)).total()
     return 2 * common / (len(reference) + len(answer)) if common else float(not reference and not answer)
 
 
 def jaccard(reference: Sequence[str], answer: Sequence[str]) -> float:
-    """Common tokens over all tokens, each once."""
-    together = set(reference) | set(answer)
-    return len(set(reference) & set(answer)) / len(together) if together else 1.0
+    """Return the number of common tokens over that of all tokens, each counted once."""
+    all_tokens = set(reference) | set(answer)
+    return len(set(reference) & set(answer)) / len(all_tokens) if all_tokens else 1.0
 
 
 def bleu(reference: Sequence[str], answer: Sequence[str]) -> float:
-    """BLEU-4 of one answer; 0 for one with less than four tokens."""
+    """Return BLEU-4 of one answer, which is 0 for an answer of fewer than four tokens."""
     if len(answer) < BLEU_ORDER:
         return 0.0
     logs = 0.0
@@ -94,32 +99,36 @@ def bleu(reference: Sequence[str], answer: Sequence[str]) -> float:
 def retrieval_effect(
     trajectory: Mapping[str, Any], gold_titles: Sequence[str] | None, answer: str | None
 ) -> dict[str, float | None]:
-    """What a rollout's searches brought; None where the row or the rollout does not say.
+    """Return what a rollout's searches brought.
 
-    gold_recall: share of the passages that the row names in extra_info.gold_titles that were found;
-    gold_recall_at_1 to _4: after so many searches, or all that it made. answer_from_search: 1 if its answer
-    stood in the documents of a search; answer_search: the first such search, from 1.
+    Returns:
+        These figures, each None if the row or the rollout does not tell it:
+
+        - `gold_recall`: the share of the passages in extra_info.gold_titles of the row that were found.
+        - `gold_recall_at_1` to `gold_recall_at_4`: the share after this many searches, or all that it made.
+        - `answer_from_search`: 1 if its answer was in the documents of a search, and 0 if not.
+        - `answer_search`: the number of the first such search, from 1.
     """
-    found: list[Mapping[str, Any]] = []
+    documents_so_far: list[Mapping[str, Any]] = []
     figures: dict[str, float | None] = {
         "gold_recall": None,
         "answer_from_search": None,
         "answer_search": None,
     }
-    wanted = {plain_title(title) for title in gold_titles or ()}
+    gold = {plain_title(title) for title in gold_titles or ()}
     searches = [turn["documents"] for turn in trajectory["turns"] if turn.get("documents") is not None]
-    if wanted:
-        after = [f"gold_recall_at_{n + 1}" for n in range(SEARCHES_TOLD)]
-        figures |= dict.fromkeys(["gold_recall", *after], 0.0)
+    if gold:
+        names = [f"gold_recall_at_{n + 1}" for n in range(SEARCHES_TOLD)]
+        figures |= dict.fromkeys(["gold_recall", *names], 0.0)
     if answer and searches:
         figures["answer_from_search"] = 0.0
     for number, documents in enumerate(searches, 1):
-        found += documents
-        if wanted:
-            titles = {plain_title(document["contents"].partition("\n")[0]) for document in found}
-            recall = len(wanted & titles) / len(wanted)
-            later = [f"gold_recall_at_{n}" for n in range(number, SEARCHES_TOLD + 1)]
-            figures |= dict.fromkeys(["gold_recall", *later], recall)
+        documents_so_far += documents
+        if gold:
+            titles = {plain_title(document["contents"].partition("\n")[0]) for document in documents_so_far}
+            recall = len(gold & titles) / len(gold)
+            names_from_here = [f"gold_recall_at_{n}" for n in range(number, SEARCHES_TOLD + 1)]
+            figures |= dict.fromkeys(["gold_recall", *names_from_here], recall)
         if answer and not figures["answer_from_search"] and documents_hold_answer(documents, [answer]):
             figures["answer_from_search"] = 1.0
             figures["answer_search"] = float(number)

@@ -1,4 +1,4 @@
-"""From rollouts to rows that train: those that verified are demonstrations, the others lie beside.
+"""The step from rollouts to rows that train: verified rollouts are demonstrations, the others are set aside.
 
 results.jsonl -> kept (passed, best or all; no two alike) -> sft_train.parquet, sft_val.parquet: train_sft.sh
                                                           -> train.parquet: train_grpo.sh
@@ -23,8 +23,14 @@ _SPACES = re.compile(r"\s+")
 
 
 def segments_of(line: Mapping[str, Any], end_token: str | None) -> list[dict[str, Any]]:
-    """A rollout as pieces of text, {text, trained}: the prompt, then what the policy wrote (trained) and what
-    it was told, by turns. end_token: of the tokenizer, which training adds itself.
+    """Return a rollout as pieces of text, {text, trained}.
+
+    The first piece is the prompt. Then pieces that the policy wrote (trained) alternate with pieces that it
+    was given, by turns.
+
+    Args:
+        line: The line of the rollout.
+        end_token: The end of sequence of the tokenizer, which training adds itself.
     """
     marked = zip(line["token_mask"], line["tokens"], strict=True)
     runs = [
@@ -38,27 +44,41 @@ def segments_of(line: Mapping[str, Any], end_token: str | None) -> list[dict[str
 
 
 def messages_of(line: Mapping[str, Any], row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """A rollout by messages as a conversation, [{role, content}, ...]: of its row, then by turns."""
-    asked = (
+    """Return a rollout by messages as a conversation, [{role, content}, ...].
+
+    The messages of its row come first, then those of its turns.
+    """
+    prompt_messages = (
         row["prompt"] if not isinstance(row["prompt"], str) else [{"role": "user", "content": row["prompt"]}]
     )
     marked = zip(line["token_mask"], line["tokens"], strict=True)
-    said = [{"role": "assistant" if mask else "user", "content": text} for mask, text in marked]
-    return [{"role": each["role"], "content": each["content"]} for each in (*asked, *said)]
+    turn_messages = [{"role": "assistant" if mask else "user", "content": text} for mask, text in marked]
+    return [
+        {"role": message["role"], "content": message["content"]}
+        for message in (*prompt_messages, *turn_messages)
+    ]
 
 
 def choose(
     lines: Sequence[dict[str, Any]], keep: str, per_prompt: int, solved_at: float
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(kept, rejected): of each example at most `per_prompt`, the best first and of equal ones the shorter.
+    """Choose the rollouts that train: of each example at most `per_prompt`, the best first.
 
-    keep: "passed" (a reward of `solved_at` or more), "best" (whatever the reward, if it is known), "all". Two
-    rollouts of one text are one. The rejected have a `rejected`: why.
+    Of equally good rollouts the shorter one comes first. Two rollouts of one text count as one.
+
+    Args:
+        lines: The lines of the rollouts.
+        keep: "passed" (a reward of `solved_at` or more), "best" (any known reward) or "all".
+        per_prompt: Maximum number of rollouts of an example.
+        solved_at: The reward from which a rollout has passed.
+
+    Returns:
+        (kept, rejected). Each rejected line has the reason in `rejected`.
     """
     kept: list[dict[str, Any]] = []
     rejected: list[dict[str, Any]] = []
     counts: dict[int, int] = {}
-    seen: set[str] = set()
+    texts: set[str] = set()
 
     def order(line: dict[str, Any]) -> tuple[Any, ...]:
         worth = float("-inf") if line["reward"] is None else line["reward"]
@@ -66,19 +86,19 @@ def choose(
 
     for line in sorted(lines, key=order):
         text = _SPACES.sub(" ", line["prompt"] + line["completion"]).strip().lower()
-        why = ""
+        reason = ""
         if line["reward"] is None and keep != "all":
-            why = "unverified"
+            reason = "unverified"
         elif keep == "passed" and line["reward"] < solved_at:
-            why = f"reward {line['reward']:g}"
-        elif text in seen:
-            why = "a duplicate"
+            reason = f"reward {line['reward']:g}"
+        elif text in texts:
+            reason = "a duplicate"
         elif counts.get(line["example_id"], 0) >= per_prompt:
-            why = f"the example has {per_prompt} already"
-        if why:
-            rejected.append({**line, "rejected": why})
+            reason = f"the example has {per_prompt} already"
+        if reason:
+            rejected.append({**line, "rejected": reason})
             continue
-        seen.add(text)
+        texts.add(text)
         counts[line["example_id"]] = counts.get(line["example_id"], 0) + 1
         kept.append(line)
     return kept, rejected
@@ -95,9 +115,26 @@ def write_rows(
     seed: int,
     as_messages: bool = False,
 ) -> dict[str, int]:
-    """Writes the files; returns how many rows each has. rows: the benchmark's, by example_id; all rollouts of
-    an example are in one of sft_train and sft_val. as_messages: rollouts are conversations; their rows have
-    `messages` in place of `segments`. ValueError: nothing is kept.
+    """Write the files of kept and rejected rollouts.
+
+    All kept rollouts of an example are in the same file, either sft_train or sft_val.
+
+    Args:
+        kept: The lines of rollouts that train.
+        rejected: The lines of the others, with the reason in `rejected`.
+        rows: The rows of the benchmark, by example_id.
+        folder: The folder of the files.
+        model: The name of the model that sampled the rollouts.
+        end_token: The end of sequence of the tokenizer, which training adds itself.
+        val_share: The share of examples that go to sft_val.
+        seed: The seed of the choice of these examples.
+        as_messages: Whether rollouts are conversations, whose rows have `messages` in place of `segments`.
+
+    Returns:
+        The number of rows of each file.
+
+    Raises:
+        ValueError: If no rollout is kept.
     """
     write_lines(folder / "rejected.jsonl", rejected)
     if not kept:
@@ -132,7 +169,7 @@ def write_rows(
         counts[name] = len(table)
         (folder / name).unlink(missing_ok=True)
         if table:
-            aside = folder / f"{name}.part"
-            pq.write_table(pa.Table.from_pylist(table), aside)
-            aside.replace(folder / name)
+            partial_file = folder / f"{name}.part"
+            pq.write_table(pa.Table.from_pylist(table), partial_file)
+            partial_file.replace(folder / name)
     return counts

@@ -1,1 +1,4 @@
-"""An engine behind HTTP: OpenAI's API for any client, sessions that keep what was sampled for training."""
+"""An engine behind HTTP.
+
+Any client can use OpenAI's API. Sessions keep what was sampled, for training.
+"""

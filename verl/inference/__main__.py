@@ -1,6 +1,7 @@
-"""python -m verl.inference --model FOLDER: an engine behind HTTP.
+"""Run an engine behind HTTP, or a process that samples for a run.
 
-python -m verl.inference @ run.yaml [--rank 0]: a process that samples for a run with trainer.backend=folder.
+python -m verl.inference --model FOLDER             serves an engine behind HTTP
+python -m verl.inference @ run.yaml [--rank 0]      samples for a run with trainer.backend=folder
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from verl.utils.announcing import without_collections
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    if any(each.startswith("@") or ("=" in each and not each.startswith("-")) for each in given):
+    if any(word.startswith("@") or ("=" in word and not word.startswith("-")) for word in given):
         sys.exit(play("inference", given))
     with without_collections():
-        from verl.inference.server import main  # the above sets what is read when torch is imported
+        from verl.inference.server import main  # imports torch, which reads what the line above sets
 
     main()

@@ -1,6 +1,7 @@
 """The HTTP API of an engine: OpenAI's routes, sessions for training, and control of weights.
 
-docs/inference.md describes the routes. Handlers do little; the engine's thread steps on (`engine_thread.py`).
+docs/inference.md describes the routes. Handlers do little, and the engine's thread steps on
+(`engine_thread.py`).
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from verl.inference.sessions import Run, Sessions
 from verl.utils.safetensors_file import Shapes, read_weights, shapes_in
 from verl.workers.rollout.base import checked_weights
 
-COMPLETION_TOKENS = 16  # of /v1/completions, where the client says nothing, as OpenAI has it
+COMPLETION_TOKENS = 16  # default of max_tokens for /v1/completions, the same as OpenAI's
 SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions", "turns")
 
 
 def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None = None) -> FastAPI:
-    """The server of an engine whose thread starts and ends with it.
+    """Create the server of an engine. The engine's thread starts and ends with it.
 
-    model: the name that clients use. shapes: of its weights. token: the bearer token; None: none is asked
-    for, and there are no control routes.
+    Args:
+        sessions: The sessions of the engine.
+        model: The name of the model that clients use.
+        shapes: The shapes of the model's weights.
+        token: The bearer token. None means that no token is asked for, and that there are no control routes.
     """
     engine = sessions.engine
     codec = sessions.codec
@@ -60,16 +64,20 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
 
     @app.get("/health")
     async def health() -> Response:
-        works = not engine.failure and engine.engine.version >= 0
-        status = "healthy" if works else engine.failure or "the engine has no weights"
-        about = {"status": status, "model": model, "version": engine.engine.version, "paused": engine.paused}
-        return as_json(about, 200 if works else 503)
+        is_healthy = not engine.failure and engine.engine.version >= 0
+        status = "healthy" if is_healthy else engine.failure or "the engine has no weights"
+        report = {"status": status, "model": model, "version": engine.engine.version, "paused": engine.paused}
+        return as_json(report, 200 if is_healthy else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        own = {"turns": engine.num_turns, "sessions": len(sessions.held), "version": engine.engine.version}
+        server_figures = {
+            "turns": engine.num_turns,
+            "sessions": len(sessions.held),
+            "version": engine.engine.version,
+        }
         lines = []
-        for name, value in (await engine.stats() | own).items():
+        for name, value in (await engine.stats() | server_figures).items():
             lines += [f"# TYPE verl_inference_{name} gauge", f"verl_inference_{name} {value}"]
         lines.append("# TYPE verl_inference_answers_total counter")
         for (route, status), number in counts.items():
@@ -79,28 +87,34 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
     @app.get("/v1/models")
     @app.get("/sessions/{session_id}/v1/models", include_in_schema=False)
     async def models() -> Response:
-        about = {"id": model, "object": "model", "created": 0, "owned_by": "verl"}
-        return as_json({"object": "list", "data": [about | {"max_model_len": codec.max_model_len}]})
+        entry = {"id": model, "object": "model", "created": 0, "owned_by": "verl"}
+        return as_json({"object": "list", "data": [entry | {"max_model_len": codec.max_model_len}]})
 
     def check_model(name: str | None) -> None:
         if name not in (None, model):
             raise ApiError(404, "model_not_found", f"the model here is {model!r}, not {name!r}")
 
     def turns_of(prompts: list[list[int]], given: requests.Sampling, max_tokens: int) -> list[EngineTurn]:
-        """`n` turns of each prompt."""
+        """Make `n` turns of each prompt.
+
+        Raises ValueError or ApiError if there are too many, or a prompt is too long.
+        """
         number = given.n or 1
         if len(prompts) * number > requests.MAX_CHOICES:
-            found = f"{len(prompts)} prompts with n={number}"
-            raise ValueError(f"{found}; expected at most {requests.MAX_CHOICES} choices")
+            problem = f"{len(prompts)} prompts with n={number}"
+            raise ValueError(f"{problem}; expected at most {requests.MAX_CHOICES} choices")
         for ids in prompts:
             codec.check_room(len(ids))
         engine.check_room(len(prompts) * number)
-        first = secrets.randbits(62) if given.seed is None else given.seed
-        params = [given.params(codec, first + i, max_tokens) for i in range(number)]
-        return [EngineTurn(ids, each) for ids in prompts for each in params]
+        first_seed = secrets.randbits(62) if given.seed is None else given.seed
+        params = [given.params(codec, first_seed + i, max_tokens) for i in range(number)]
+        return [EngineTurn(ids, turn_params) for ids in prompts for turn_params in params]
 
     async def answer(request: Request, turns: list[EngineTurn], form: Completions, run: Run) -> Response:
-        """The turns' ends as the client has asked for them. A client that goes away ends its turns."""
+        """Answer with the ends of the turns in the form that the client has asked for.
+
+        A client that goes away ends its turns.
+        """
         if form.given.stream:
             return StreamingResponse(streamed(turns, form, run), media_type="text/event-stream")
         return as_json(form.whole(await unless_gone(request, map(run, turns))))
@@ -114,7 +128,7 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         turns = turns_of([token_ids], sampling_params or requests.Sampling(), codec.max_model_len)
         choices = []
         for index, result in enumerate(await unless_gone(request, map(engine.run, turns))):
-            log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
+            log_probs = {"content": [{"logprob": log_prob} for log_prob in result.log_probs]}
             choices.append(choice_of(index, result) | {"logprobs": log_probs})
         return as_json({"choices": choices})
 
@@ -150,10 +164,12 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
     @app.get("/sessions/{session_id}")
     async def read_session(session_id: str) -> Response:
         session = sessions.find(session_id)
-        segments = [{name: getattr(each, name) for name in SEGMENT} for each in session.transcript.segments]
-        about = {"session_id": session_id, "uid": session.uid, "finished": session.outcome is not None}
+        segments = [
+            {name: getattr(segment, name) for name in SEGMENT} for segment in session.transcript.segments
+        ]
+        state = {"session_id": session_id, "uid": session.uid, "finished": session.outcome is not None}
         outcome = {"reward": None, "turn_rewards": None, "metadata": None} | (session.outcome or {})
-        return as_json(about | outcome | {"segments": segments})
+        return as_json(state | outcome | {"segments": segments})
 
     @app.post("/sessions/{session_id}/finish")
     async def finish(session_id: str, given: requests.FinishRequest) -> Response:
@@ -186,11 +202,11 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         async def update_weights(
             weight_dir: Annotated[str, Body()], version: Annotated[int, Body(ge=0, le=requests.MOST)]
         ) -> Response:
-            """weight_dir: a folder with *.safetensors of the whole model."""
+            """Load the weights of a folder with *.safetensors files of the whole model."""
             folder = Path(weight_dir)
-            there = await asyncio.to_thread(shapes_in, folder)
-            empty = ((name, torch.empty(shape, device="meta")) for name, shape in there.items())
-            list(checked_weights(empty, shapes))  # ValueError: they are not the weights of the same model
+            folder_shapes = await asyncio.to_thread(shapes_in, folder)
+            empty = ((name, torch.empty(shape, device="meta")) for name, shape in folder_shapes.items())
+            list(checked_weights(empty, shapes))  # raises ValueError if they are of another model
             await engine.load_weights(read_weights(folder), version)
             return as_json({"version": version})
 
@@ -198,7 +214,7 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
 
 
 async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> AsyncIterator[bytes]:
-    """Server-sent events of the turns as they go on, until all have ended."""
+    """Yield server-sent events of the turns as they go on, until all have ended."""
     news: asyncio.Queue[Iterator[Json] | Exception] = asyncio.Queue()
     results: list[TurnResult] = []
 
@@ -222,7 +238,7 @@ async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> Asyn
         for chunk in form.closing(results):
             yield event(chunk)
         yield STREAM_END
-    except Exception as error:  # the status is sent already: the error is an event
+    except Exception as error:  # the status is sent already, so the error becomes an event
         yield event(ApiError.of(error).body)
     finally:
         for task in tasks:

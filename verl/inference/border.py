@@ -1,4 +1,4 @@
-"""Where requests come in and answers go out: errors in OpenAI's form, the token, limits."""
+"""The border where requests arrive and answers leave: errors in OpenAI's form, the token, limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's form of an error."""
+    """An error that is answered in OpenAI's form."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         self.status = status
@@ -30,13 +30,15 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> ApiError:
-        """What is answered where this was raised."""
+        """Return the answer to a request that raised this error."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, StarletteHTTPException):
             return cls(error.status_code, "invalid_request", str(error.detail))
         if isinstance(error, RequestValidationError):
-            problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
+            problems = [
+                f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:5]
+            ]
             return cls(400, "invalid_request", "; ".join(problems))
         if isinstance(error, ValueError):
             return cls(400, "invalid_request", str(error))
@@ -53,7 +55,7 @@ class ApiError(Exception):
 
 
 def answer_errors(app: Starlette) -> None:
-    """Has everything that handlers raise answered in OpenAI's form."""
+    """Let the app answer everything that handlers raise in OpenAI's form."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return ApiError.of(error).response()
@@ -63,9 +65,19 @@ def answer_errors(app: Starlette) -> None:
 
 
 class Guard:
-    """ASGI: with a token all but /health need it; bodies have a limit. counts: answers by (route, status)."""
+    """An ASGI application that checks the token, limits bodies and counts answers.
+
+    With a token all routes except /health need it.
+    """
 
     def __init__(self, app: Any, token: str | None, counts: Counter[tuple[str, int]]) -> None:
+        """Wrap an application.
+
+        Args:
+            app: The application.
+            token: The bearer token, or None if none is needed.
+            counts: The number of answers by (route, status), which this updates.
+        """
         self.app = app
         self.counts = counts
         self.expected = None if token is None else f"Bearer {token}".encode()
@@ -74,8 +86,8 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         if self.expected is not None and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
+            authorization = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, self.expected):
                 message = "expected the header Authorization: Bearer <token>"
                 return await ApiError(401, "invalid_api_key", message).response()(scope, receive, send)
         num_bytes = 0
@@ -97,7 +109,10 @@ class Guard:
 
 
 async def unless_gone(request: Request, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them return. If one of them raises, or the client goes away, the others are cancelled."""
+    """Return what all coroutines return.
+
+    If one of them raises, or the client goes away, the others are cancelled.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
 
     async def gone() -> None:
@@ -123,5 +138,5 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
 
 
 def event(value: Any) -> bytes:
-    """A piece of a stream."""
+    """Return a server-sent event of a stream."""
     return b"data: " + orjson.dumps(value) + b"\n\n"

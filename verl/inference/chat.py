@@ -1,12 +1,13 @@
-"""From messages to token ids and back; what a session keeps. Pure: no engine, no server.
+"""The conversion from messages to token ids and back, and what a session keeps. No engine and no server.
 
     messages + tools --extend a segment?--yes--> its ids as they are + the ids of the new messages alone
                               |
                               no: a new segment, all messages rendered
 
-A sampled token is never encoded again: what follows an assistant's turn is rendered behind a placeholder
-(`Codec.chat_ids`). Without a chat template a context is the messages' texts end to end. Where there is none,
-or it knows no tools, tools are told in the system message (`verl/environments/messages.py`).
+A sampled token is never encoded again. The text that follows an assistant's turn is rendered behind a
+placeholder (`Codec.chat_ids`). Without a chat template a context is the messages' texts end to end. If there
+is no template, or it knows no tools, tools are described in the system message
+(`verl/environments/messages.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,16 @@ _NO_CUT = 1 << 40
 
 
 class ChatCodec:
-    """The tokenizer's side of the API. ApiError: a text leaves no room. eos_token_ids: the model's."""
+    """The tokenizer's side of the API. Its methods raise ApiError if a text leaves no room."""
 
     def __init__(self, tokenizer: Any, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        """Create a codec.
+
+        Args:
+            tokenizer: The tokenizer of the model.
+            max_model_len: Maximum number of tokens of prompt and reply.
+            eos_token_ids: The end-of-sequence ids of the model.
+        """
         config = AgentConfig(0, 1, max_model_len, 1, _NO_CUT, eos_token_ids=eos_token_ids)
         self.codec = Codec(tokenizer, config)
         self.tokenizer = tokenizer
@@ -44,79 +52,99 @@ class ChatCodec:
         self._knows_tools = "tools" in str(tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """A prompt that is plain text."""
+        """Encode a prompt that is plain text."""
         self._check_length(text)
         ids = encode_prompt(self.tokenizer, text)
         self.check_room(len(ids))
         return ids
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[int]:
-        """All messages, up to where the assistant goes on. ValueError: the template refuses them."""
-        shown = self._shown(messages, tools)
+        """Encode all messages, up to where the assistant goes on.
+
+        Raises ValueError if the template refuses them.
+        """
+        prepared = self._shown(messages, tools)
         if not self._has_template:
-            return self.encode("".join(message["content"] for message in shown))
+            return self.encode("".join(message["content"] for message in prepared))
         try:
-            text = prompt_text(self.tokenizer, shown, tools if self._knows_tools else None)
-        except Exception as error:  # templates raise all kinds
+            text = prompt_text(self.tokenizer, prepared, tools if self._knows_tools else None)
+        except Exception as error:  # templates raise all kinds of errors
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
         return self.encode(text)
 
     def next_ids(self, messages: Sequence[Mapping[str, Any]], last_id: int | None) -> list[int] | None:
-        """What follows a turn of the assistant: messages of others, up to where the assistant goes on.
-        last_id: of the turn; None: it has no tokens. None: the template does more than append them.
+        """Encode what follows a turn of the assistant: messages of others, up to where the assistant goes on.
+
+        Args:
+            messages: The messages after the turn.
+            last_id: The last token of the turn, or None if it has no tokens.
+
+        Returns:
+            The token ids, or None if the template does more than append the messages.
         """
         if any(message["role"] == "assistant" for message in messages):
             return None
-        shown = self._shown(messages, None)
-        text = "".join(message["content"] for message in shown)
+        prepared = self._shown(messages, None)
+        text = "".join(message["content"] for message in prepared)
         self._check_length(text)
         if not self._has_template:
             return list(self.codec.encode(text))
         try:
-            return list(self.codec.chat_ids(shown, last_id))
-        except Exception:  # templates raise all kinds; all messages together may be what this one wants
+            return list(self.codec.chat_ids(prepared, last_id))
+        # Templates raise all kinds of errors. This one may accept all messages together.
+        except Exception:
             return None
 
     def reply(
         self, token_ids: Sequence[int], stop_string: str | None, has_tools: bool, keeps_stop: bool
     ) -> list[dict[str, Any]]:
-        """A turn's ids as the assistant's message (keeps_stop: with the stop string at its end); behind it
-        the others that it may be in a client's history: some cut the white space around the text, or write
-        back the stop string that OpenAI's API cuts off.
+        """Return a turn as the assistant's message, followed by other forms of that message.
+
+        A client's history may have one of the other forms: some clients cut the white space around the text,
+        or write back the stop string that OpenAI's API cuts off.
+
+        Args:
+            token_ids: The tokens of the turn.
+            stop_string: The stop string that ended the turn, if one did.
+            has_tools: Whether the text may contain tool calls.
+            keeps_stop: Whether the message keeps the stop string at its end.
         """
         text = self.codec.decode_turn(token_ids)
-        whole = text
+        full_text = text
         if stop_string is not None and (at := text.find(stop_string)) >= 0:
-            whole = text[: at + len(stop_string)]
-            text = whole if keeps_stop else text[:at]
+            full_text = text[: at + len(stop_string)]
+            text = full_text if keeps_stop else text[:at]
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if has_tools:
             message |= with_tool_calls(text, f"call_{secrets.token_hex(6)}_")
-        spellings = {whole, whole.strip(), text.strip()} - {text}
+        spellings = {full_text, full_text.strip(), text.strip()} - {text}
         if message.get("tool_calls"):
             spellings = {message["content"].strip()}
             message["content"] = message["content"] or None
         return [message, *({**message, "content": spelling} for spelling in spellings)]
 
     def _shown(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
-        """Messages as the template takes them: contents are texts, the arguments of calls are objects."""
+        """Return the messages in the form that the template takes.
+
+        Contents are texts, and the arguments of calls are objects.
+        """
         if not self._knows_tools:
             return [*with_tools_told(messages, tools)]
-        shown = [{**message, "content": text_of(message)} for message in messages]
-        for message in shown:
+        prepared = [{**message, "content": text_of(message)} for message in messages]
+        for message in prepared:
             if calls := calls_of(message):
                 functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-                message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
-        return shown
+                message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        return prepared
 
     def _check_length(self, text: str) -> None:
-        """Before the text is encoded, where it is sure."""
+        """Raise ApiError for a text that is certainly too long, before it is encoded."""
         if len(text) > self.max_model_len * self._longest:
             message = f"a text of {len(text)} characters; the model has {self.max_model_len} tokens"
             raise ApiError(400, "context_length_exceeded", message)
 
     def check_room(self, num_tokens: int) -> None:
-        """ApiError: no token fits behind so many."""
+        """Raise ApiError if no token fits after this many."""
         if num_tokens >= self.max_model_len:
             message = f"the messages take {num_tokens} tokens; with the reply the model has "
             raise ApiError(400, "context_length_exceeded", f"{message}{self.max_model_len}")
@@ -124,12 +152,22 @@ class ChatCodec:
 
 @dataclass(eq=False)
 class ContextSegment:
-    """A context that was only ever appended to. The four response lists have an entry for each token after
-    the prompt.
+    """A context that was only ever appended to.
 
-    response_mask: 1 = the policy sampled it. log_probs: 0 where it did not. versions: of the weights that
-    sampled it, -1 where none did. turns: spans of the turns in the response. engine_session: which has its KV
-    state, if any. new_ids: the tokens before the turn under way, all of a new segment. key: of its history.
+    The four response lists have an entry for each token after the prompt.
+
+    Attributes:
+        prompt_ids: The tokens of the prompt.
+        response_ids: The tokens after the prompt.
+        response_mask: 1 for tokens that the policy sampled, 0 for others.
+        log_probs: Log-probs of the sampled tokens, 0 for others.
+        versions: Versions of the weights that sampled the tokens, -1 for others.
+        turns: The spans of the turns in the response.
+        engine_session: The engine's session that has the KV state of the context, if any.
+        new_ids: The tokens before the turn under way, or all tokens of a new segment.
+        key: The digest of its history.
+        seed: The seed of its turns if the client gives none.
+        ends: The digests of the histories that it continues, as in `Transcript`.
     """
 
     prompt_ids: list[int]
@@ -141,8 +179,8 @@ class ContextSegment:
     engine_session: int | None = None
     new_ids: list[int] = field(default_factory=list)
     key: bytes = b""
-    seed: int = field(default_factory=partial(secrets.randbits, 63))  # where the client gives none
-    ends: list[bytes] = field(default_factory=list)  # the histories that it goes on from, as in `Transcript`
+    seed: int = field(default_factory=partial(secrets.randbits, 63))
+    ends: list[bytes] = field(default_factory=list)
 
     @property
     def is_new(self) -> bool:
@@ -156,9 +194,10 @@ class ContextSegment:
 
 
 class Transcript:
-    """All that a session's model has read and written. A request goes on with the segment whose history it
-    extends, also with an older one (two agents may share a session); while a segment has a turn under way it
-    takes no other.
+    """Everything that a session's model has read and written.
+
+    A request goes on with the segment whose history it extends, which may be an older one (two agents may
+    share a session). While a segment has a turn under way it takes no other.
     """
 
     def __init__(self) -> None:
@@ -168,7 +207,12 @@ class Transcript:
     def place(
         self, codec: ChatCodec, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
     ) -> ContextSegment:
-        """Takes out the segment of a request until `add` or `put_back`. ValueError, ApiError."""
+        """Take out the segment of a request until `add` or `put_back`.
+
+        Raises:
+            ValueError: If the session has too many segments, or the template refuses the messages.
+            ApiError: If the messages leave no room.
+        """
         keys = [_digest(b"", tools)]
         for message in messages:
             keys.append(_digest(keys[-1], _compared(message)))
@@ -176,8 +220,8 @@ class Transcript:
             segment = self._ends.get(keys[length])
             if segment is None:
                 continue
-            last = segment.response_ids[-1] if segment.response_mask[-1:] == [1] else None
-            ids = codec.next_ids(messages[length:], last)
+            last_id = segment.response_ids[-1] if segment.response_mask[-1:] == [1] else None
+            ids = codec.next_ids(messages[length:], last_id)
             if ids is None:
                 break
             codec.check_room(len(segment.prompt_ids) + len(segment.response_ids) + len(ids))
@@ -192,11 +236,11 @@ class Transcript:
         return ContextSegment(ids, new_ids=ids, key=keys[-1])
 
     def put_back(self, segment: ContextSegment) -> None:
-        """The turn did not come about."""
+        """Put back a segment whose turn was not sampled."""
         self._ends |= dict.fromkeys(segment.ends, segment)
 
     def add(self, segment: ContextSegment, result: TurnResult, reply: list[dict[str, Any]]) -> None:
-        """Takes the turn that was sampled, and what `ChatCodec.reply` made of it."""
+        """Add the turn that was sampled, and what `ChatCodec.reply` made of it."""
         if segment.is_new:
             self.segments.append(segment)
         else:
@@ -210,7 +254,7 @@ class Transcript:
 
 
 def _compared(message: Mapping[str, Any]) -> list[Any]:
-    """What two messages must have in common to be the same one."""
+    """Return what two messages must have in common to be the same one."""
     names = ("role", "tool_call_id", "name")
     return [text_of(message), calls_of(message), *(message.get(name) for name in names)]
 
@@ -221,8 +265,9 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 def stream_limit(text: str, stops: Sequence[str], has_tools: bool) -> int:
-    """How many characters of a turn under way can be shown: what may be the beginning of a stop string or of
-    a tool call is held back.
+    """Return how many characters of a turn under way can be shown.
+
+    Text that may be the beginning of a stop string or of a tool call is held back.
     """
     hidden = [*stops, *([CALL_BEGINS] if has_tools else ())]
     limit = min([len(text), *(len(text.partition(string)[0]) for string in hidden)])

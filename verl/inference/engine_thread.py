@@ -1,9 +1,10 @@
-"""One thread owns a rollout engine and steps it; asyncio's handlers leave orders and await the ends of turns.
+"""The thread that owns a rollout engine and steps it, while asyncio's handlers give it orders.
 
     run(turn) -> order --between two steps--> open | resume -> engine.step -> Completion -> TurnResult
                  pause, resume, load_weights, close: orders too
 
-A step waits for no handler: a stream gets its next tokens when it has taken the last ones.
+Handlers leave an order and await the end of a turn. A step waits for no handler: a stream gets its next
+tokens when it has taken the last ones.
 """
 
 from __future__ import annotations
@@ -27,13 +28,21 @@ from verl.inference.border import ApiError
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
 
 JOIN_SECONDS = 10.0
-ABORTED = "abort"  # finish_reason of a turn that a pause has ended
+ABORTED = "abort"  # the finish_reason of a turn that a pause has ended
 
 
 class TurnResult(NamedTuple):
-    """A turn that ended; the lists have an entry for each sampled token. log_probs: of the distribution that
-    was sampled from. versions: of the weights that sampled it. finish_reason: as in `Completion`, or ABORTED.
-    session_id: the engine's, to be resumed; None: it is gone.
+    """A turn that ended.
+
+    The lists have an entry for each sampled token.
+
+    Attributes:
+        token_ids: The sampled tokens.
+        log_probs: Log-probs under the distribution that was sampled from.
+        versions: Versions of the weights that sampled the tokens.
+        finish_reason: The reason as in `Completion`, or ABORTED.
+        stop_string: The stop string that ended the turn, if one did.
+        session_id: The engine's session, which can be resumed, or None if it is closed.
     """
 
     token_ids: list[int]
@@ -46,8 +55,19 @@ class TurnResult(NamedTuple):
 
 @dataclass(eq=False)
 class EngineTurn:
-    """A turn to be run. token_ids: a prompt, or what follows in the engine's session `session_id`. keeps:
-    that session stays when the turn has ended. on_tokens: hears in the event loop all its tokens so far.
+    """A turn to be run.
+
+    Attributes:
+        token_ids: A prompt, or the tokens that follow in the engine's session `session_id`.
+        params: The sampling of the turn.
+        session_id: The engine's session. None means that the turn opens one.
+        keeps: Whether the session stays open when the turn has ended.
+        on_tokens: Called in the event loop with all tokens of the turn so far.
+        ended: The future of the result.
+        updates: For each update of the weights during the turn, (number of tokens at that time, version until
+            then).
+        num_shown: Number of tokens that were passed to the event loop.
+        is_showing: Whether the event loop has not yet taken the last tokens passed to it.
     """
 
     token_ids: list[int]
@@ -56,9 +76,9 @@ class EngineTurn:
     keeps: bool = False
     on_tokens: Callable[[list[int]], None] | None = None
     ended: Future[TurnResult] = field(default_factory=Future)
-    updates: list[tuple[int, int]] = field(default_factory=list)  # (tokens then, version until then)
+    updates: list[tuple[int, int]] = field(default_factory=list)
     num_shown: int = 0
-    is_showing: bool = False  # the event loop has not taken its last tokens yet
+    is_showing: bool = False
 
     def show(self, token_ids: list[int]) -> None:
         self.is_showing = False
@@ -67,17 +87,27 @@ class EngineTurn:
 
 
 class EngineThread:
-    """The engine for as many handlers as there are. Methods without _ are called in one event loop.
+    """The thread of an engine that any number of handlers use.
+
+    Methods without a leading underscore are called in one event loop.
 
     Attributes:
-        num_turns: waiting or under way. paused: the mode of the pause that holds, or None.
-        failure: why no turn can be run any more, or "". ended_well: it is not an error.
+        num_turns: Number of turns that wait or are under way.
+        paused: The mode of the present pause, or None.
+        failure: The reason why no turn can be run any more, or "".
+        ended_well: False if the engine has failed.
     """
 
     def __init__(
         self, engine: RolloutEngine, max_turns: int, on_failure: Callable[[], None] = lambda: None
     ) -> None:
-        """engine: with weights. on_failure: is called in the event loop when the engine has failed."""
+        """Create the thread, which `start` starts.
+
+        Args:
+            engine: The engine, which has weights.
+            max_turns: Maximum number of turns that wait or are under way.
+            on_failure: Called in the event loop when the engine has failed.
+        """
         self.engine = engine
         self.max_turns = max_turns
         self.on_failure = on_failure
@@ -87,7 +117,7 @@ class EngineThread:
         self.paused: str | None = None
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_closing = False
-        self._held: list[EngineTurn] = []  # until the pause ends
+        self._held: list[EngineTurn] = []  # turns that wait until the pause ends
         self._live: dict[int, EngineTurn] = {}  # by the engine's session
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
 
@@ -96,19 +126,24 @@ class EngineThread:
         self._thread.start()
 
     async def close(self) -> None:
-        """Ends the thread and the engine; turns that are left fail."""
+        """End the thread and the engine. Turns that are left fail."""
         self._is_closing = True
         self._orders.put(lambda: None)
         await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
 
     def check_room(self, num_turns: int = 1) -> None:
-        """ApiError: the engine has failed, or so many turns more are too many."""
+        """Raise ApiError if the engine has failed, or if this many more turns are too many."""
         self._check_failure()
         if self.num_turns + num_turns > self.max_turns:
             raise ApiError(429, "server_full", f"{self.num_turns} turns are waiting or under way; ask again")
 
     async def run(self, turn: EngineTurn) -> TurnResult:
-        """Runs a turn to its end; a cancelled one leaves nothing in the engine. ValueError: it is refused."""
+        """Run a turn to its end. A cancelled turn leaves nothing in the engine.
+
+        Raises:
+            ValueError: If the engine refuses the turn.
+            ApiError: If the engine has failed, or there are too many turns.
+        """
         self.check_room()
         self.num_turns += 1
         try:
@@ -121,12 +156,17 @@ class EngineThread:
             self.num_turns -= 1
 
     def close_sessions(self, session_ids: Iterable[int | None]) -> None:
-        """Closes those of the engine's sessions that have no turn under way."""
+        """Close those of the engine's sessions that have no turn under way."""
         self._orders.put(partial(self._close, list(session_ids)))
 
     async def pause(self, mode: str) -> None:
-        """Returns when it holds. Turns that have not begun wait until `resume`. mode: "keep" (those under way
-        stand still), "wait" (they end first), "abort" (they end as they are, with the reason ABORTED).
+        """Pause the engine, and return when the pause is in force.
+
+        Turns that have not begun wait until `resume`.
+
+        Args:
+            mode: What happens to turns under way: "keep" (they stand still), "wait" (they end first) or
+                "abort" (they end as they are, with the reason ABORTED).
         """
 
         def take() -> list[Future[TurnResult]]:
@@ -137,8 +177,8 @@ class EngineThread:
                 turn.keeps = False
                 version = self.engine.version
                 ids, log_probs, _ = self.engine.partial(session_id)
-                ended = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
-                settle(turn.ended, self._result(turn, ended))
+                completion = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
+                settle(turn.ended, self._result(turn, completion))
             return under_way
 
         under_way = await self._ask(take)
@@ -148,16 +188,18 @@ class EngineThread:
     async def resume(self) -> None:
         def take() -> None:
             self.paused = None
-            held = self._held
+            held_turns = self._held
             self._held = []
-            for turn in held:
+            for turn in held_turns:
                 self._begin(turn)
 
         await self._ask(take)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Between two steps; turns under way go on with the new weights. What `RolloutEngine.load_weights` or
-        the iteration raises is raised here; then turns wait until weights come.
+        """Load weights between two steps. Turns under way go on with the new weights.
+
+        Errors of `RolloutEngine.load_weights` and of the iteration are raised here. Turns then wait until
+        weights are loaded.
         """
 
         def take() -> None:
@@ -171,14 +213,14 @@ class EngineThread:
         return await self._ask(self.engine.stats)
 
     async def _ask(self, question: Callable[[], Any]) -> Any:
-        """What an order returns or raises."""
+        """Return or raise what an order returns or raises."""
         answer: Future[Any] = Future()
 
         def run() -> None:
             try:
                 self._check_failure()
                 settle(answer, question())
-            except Exception as error:  # whoever asked hears of it; the engine goes on
+            except Exception as error:  # the handler that asked receives it, and the engine goes on
                 settle(answer, error=error)
 
         self._orders.put(run)
@@ -209,13 +251,13 @@ class EngineThread:
         for turn in [*self._live.values(), *self._held]:
             settle(turn.ended, error=ApiError(503, "engine_failed", failure))
         self.engine.shutdown()
-        while not self._is_closing or not self._orders.empty():  # whoever asks is told of the failure
+        while not self._is_closing or not self._orders.empty():  # each further order gets the failure
             self._orders.get()()
 
     def _step(self) -> None:
-        for ended in self.engine.step():
-            turn = self._live.pop(ended.session_id)
-            settle(turn.ended, self._result(turn, ended))
+        for completion in self.engine.step():
+            turn = self._live.pop(completion.session_id)
+            settle(turn.ended, self._result(turn, completion))
         for session_id, turn in self._live.items():
             if turn.on_tokens is not None and not turn.is_showing:
                 token_ids = self.engine.partial(session_id).token_ids
@@ -231,8 +273,8 @@ class EngineThread:
             versions += [version] * (length - len(versions))
         if not turn.keeps:
             self.engine.close(ended.session_id)
-        left = ended.session_id if turn.keeps else None
-        return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, left)
+        session_id = ended.session_id if turn.keeps else None
+        return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, session_id)
 
     def _begin(self, turn: EngineTurn) -> None:
         if turn.ended.done():  # cancelled
@@ -264,6 +306,6 @@ class EngineThread:
                     self.engine.close(session_id)
 
     def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Has the event loop call it."""
+        """Let the event loop call a function."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)

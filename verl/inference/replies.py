@@ -1,4 +1,4 @@
-"""Turns in the forms of OpenAI's API: whole, or in pieces while they go on."""
+"""The answers about turns in the forms of OpenAI's API: whole, or in pieces while the turns go on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ Given = ChatRequest | CompletionRequest
 
 
 def choice_of(index: int, result: TurnResult) -> Json:
-    """What every form has of a turn. weight_version: of its last token; None: it has none."""
+    """Return the entries about a turn that every form has.
+
+    weight_version is that of the turn's last token, or None if it has no tokens.
+    """
     reason = "stop" if result.finish_reason == "eos" else result.finish_reason
     version = result.versions[-1] if result.versions else None
     return {"index": index, "finish_reason": reason, "token_ids": result.token_ids, "weight_version": version}
 
 
 class GrowingText:
-    """The text of a turn under way, decoded once: characters whose last bytes are still to come wait."""
+    """The text of a turn under way, decoded once.
+
+    A character whose last bytes are still to come is left out until they do.
+    """
 
     def __init__(self, codec: ChatCodec) -> None:
         self.codec = codec.codec
@@ -31,24 +37,34 @@ class GrowingText:
         self.num_shown = self._start = self._end = 0
 
     def grow(self, token_ids: list[int]) -> str:
-        """token_ids: all of the turn so far."""
-        before = self.codec.decode(token_ids[self._start : self._end])
-        after = self.codec.decode(token_ids[self._start :])
-        if not after.endswith("\ufffd"):
-            self.text += after[len(before) :]
+        """Return the text of the turn so far. `token_ids` are all its tokens."""
+        old_text = self.codec.decode(token_ids[self._start : self._end])
+        new_text = self.codec.decode(token_ids[self._start :])
+        if not new_text.endswith("\ufffd"):
+            self.text += new_text[len(old_text) :]
             self._start = self._end
             self._end = len(token_ids)
         return self.text
 
 
 class Completions:
-    """POST /v1/completions. In pieces: `opening`, then `news` and `ending` of each turn, `closing`."""
+    """The answer to POST /v1/completions.
+
+    In pieces it is `opening`, then `news` and `ending` of each turn, then `closing`.
+    """
 
     name = chunk_name = "text_completion"
     has_tools = False
 
     def __init__(self, codec: ChatCodec, model: str, given: Given, prompts: list[list[int]]) -> None:
-        """prompts: of each choice."""
+        """Create the answer.
+
+        Args:
+            codec: The tokenizer's side of the API.
+            model: The name of the model.
+            given: The request.
+            prompts: The prompt of each choice.
+        """
         self.codec = codec
         self.given = given
         self.prompts = prompts
@@ -64,9 +80,12 @@ class Completions:
         return {**self.head, "object": self.name, "choices": choices, "usage": self._usage(results)}
 
     def _choice(self, index: int, result: TurnResult, message: Json, is_piece: bool = False) -> Json:
-        """A turn that ended. is_piece: its message has been said already."""
-        more = {"prompt_token_ids": self.prompts[index], "logprobs": self._log_probs(result)}
-        return choice_of(index, result) | more | {"text": "" if is_piece else message["content"]}
+        """Return the choice of a turn that ended.
+
+        `is_piece` leaves out the message, which was sent already.
+        """
+        details = {"prompt_token_ids": self.prompts[index], "logprobs": self._log_probs(result)}
+        return choice_of(index, result) | details | {"text": "" if is_piece else message["content"]}
 
     def _log_probs(self, result: TurnResult) -> Json | None:
         if self.given.logprobs is None:
@@ -83,15 +102,19 @@ class Completions:
         return pieces[token_id] if token_id < len(pieces) else b""
 
     def _usage(self, results: Sequence[TurnResult]) -> dict[str, int]:
-        read = sum(map(len, {id(prompt): prompt for prompt in self.prompts}.values()))
-        written = sum(len(result.token_ids) for result in results)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        num_read = sum(map(len, {id(prompt): prompt for prompt in self.prompts}.values()))
+        num_written = sum(len(result.token_ids) for result in results)
+        return {
+            "prompt_tokens": num_read,
+            "completion_tokens": num_written,
+            "total_tokens": num_read + num_written,
+        }
 
     def _chunk(self, *choices: Json, **more: Any) -> Json:
         return {**self.head, "object": self.chunk_name, "choices": list(choices), **more}
 
     def _piece(self, index: int, delta: Json, **more: Any) -> Json:
-        """More of a turn's message."""
+        """Return a chunk with more of a turn's message."""
         text = {"text": delta["content"], "finish_reason": None, "logprobs": None}
         return self._chunk({"index": index, **text}, **more)
 
@@ -99,17 +122,17 @@ class Completions:
         yield from ()
 
     def news(self, index: int, token_ids: list[int]) -> Iterator[Json]:
-        """What can be shown of a turn under way. token_ids: all so far."""
+        """Yield what can be shown of a turn under way. `token_ids` are all its tokens so far."""
         growing = self.texts[index]
         text = growing.grow(token_ids)
         limit = stream_limit(text, self.given.stops, self.has_tools)
         if limit > growing.num_shown:
-            shown = text[growing.num_shown : limit]
+            new_text = text[growing.num_shown : limit]
             growing.num_shown = limit
-            yield self._piece(index, {"content": shown})
+            yield self._piece(index, {"content": new_text})
 
     def ending(self, index: int, result: TurnResult) -> Iterator[Json]:
-        """The rest of its message, and the last piece with all that is not message."""
+        """Yield the rest of a turn's message, and a last piece with everything besides the message."""
         message = self.reply(result)[0]
         if rest := (message["content"] or "")[self.texts[index].num_shown :]:
             yield self._piece(index, {"content": rest})
@@ -124,7 +147,7 @@ class Completions:
 
 
 class Chat(Completions):
-    """POST chat/completions."""
+    """The answer to POST chat/completions."""
 
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"

@@ -1,4 +1,4 @@
-"""What clients may send, checked at the border: no number that passes here breaks the engine."""
+"""The requests that clients may send, checked at the border: no number that passes here breaks the engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from verl.inference.chat import ChatCodec
 from verl.workers.rollout.base import SamplingParams
 
-MAX_CHOICES = 128  # of a request
+MAX_CHOICES = 128  # of one request
 MOST = 2**62
-_REFUSED = {  # what this engine does not do
+_REFUSED = {  # parameters that this engine does not support
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
     *("stop_token_ids", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio"),
     *("modalities", "response_format", "structured_outputs", "guided_json", "guided_regex"),
@@ -30,7 +30,10 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(BaseModel):
-    """What all routes take. temperature: 0 is greedy. top_k: -1 or 0 is off. seed: None draws one."""
+    """The sampling parameters of all routes.
+
+    A temperature of 0 is greedy. A top_k of -1 or 0 is off. Without a seed the server draws one.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -59,7 +62,7 @@ class Sampling(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def params(self, codec: ChatCodec, seed: int, max_tokens: int, drawn_before: int = 0) -> SamplingParams:
-        """For the engine. max_tokens: where the client says nothing."""
+        """Return the parameters for the engine. `max_tokens` is used if the client gives no number."""
         names = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos"}
         given: dict[str, Any] = {"max_tokens": max_tokens} | self.model_dump(include=names, exclude_none=True)
         stop = codec.codec.stop(tuple(self.stops))
@@ -106,8 +109,10 @@ class ToolDescription(BaseModel):
 
 
 class ChatRequest(Sampling):
-    """POST /v1/chat/completions. logprobs: of the sampled tokens. tool_choice: "none" hides the tools;
-    nothing forces the policy to call one.
+    """The body of POST /v1/chat/completions.
+
+    logprobs asks for those of the sampled tokens. A tool_choice of "none" hides the tools. Nothing forces the
+    policy to call one.
     """
 
     model: Text | None = None
@@ -126,9 +131,12 @@ class ChatRequest(Sampling):
         return self
 
     def history(self) -> list[dict[str, Any]]:
-        """The messages, as plain data without what is not set."""
+        """Return the messages as plain data, without what is not set."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        return [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+        return [
+            message | {"role": "system"} if message["role"] == "developer" else message
+            for message in messages
+        ]
 
     def told_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
@@ -137,7 +145,10 @@ class ChatRequest(Sampling):
 
 
 class AgentRequest(BaseModel, extra="allow"):
-    """What the endpoint of an agent's episode reads; how the policy samples is the run's to say."""
+    """The body of requests to the endpoint of an agent's episode.
+
+    The run decides how the policy samples.
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     stop: StopString | list[StopString] | None = None
@@ -151,13 +162,13 @@ class CompletionRequest(Sampling):
     stream_options: StreamOptions | None = None
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        given: Any = self.prompt
-        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        return [encode(each) if isinstance(each, str) else each for each in several]
+        prompt: Any = self.prompt
+        prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 class FinishRequest(BaseModel):
-    """turn_rewards: one for each turn, in the order of the segments."""
+    """The outcome of a session. turn_rewards has one reward for each turn, in the order of the segments."""
 
     reward: Annotated[float, Field(allow_inf_nan=False)]
     turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None

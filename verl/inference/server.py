@@ -1,4 +1,4 @@
-"""python -m verl.inference --model FOLDER: an engine behind HTTP, see app.py and docs/inference.md."""
+"""Run an engine behind HTTP: python -m verl.inference --model FOLDER (see app.py and docs/inference.md)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from verl.workers.rollout.build import EngineRequest, build_engine
 
 THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 GRACE_SECONDS = 5
-SWITCH_SECONDS = 0.0005  # a step must not wait longer for a handler's Python
+SWITCH_SECONDS = 0.0005  # a step must not wait longer for the Python code of a handler
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the server of an engine until it is stopped."""
     parser = argparse.ArgumentParser(prog="python -m verl.inference", description=__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder with *.safetensors")
     parser.add_argument("--model_name", help="what clients call it (its folder's name)")
@@ -44,11 +45,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on CUDA")
     parser.add_argument("--kv_cache_gb", type=float, help="on CPU: GiB of KV cache (at most 4)")
     args = parser.parse_args(arguments)
-    least = {"max_num_seqs": 1, "max_queue": 1, "max_sessions": 1, "session_seconds": 1, "max_model_len": 2}
-    for name, bound in least.items():
+    minimums = {
+        "max_num_seqs": 1,
+        "max_queue": 1,
+        "max_sessions": 1,
+        "session_seconds": 1,
+        "max_model_len": 2,
+    }
+    for name, minimum in minimums.items():
         value = getattr(args, name)
-        if value is not None and value < bound:
-            parser.error(f"--{name} is {value}; expected {bound} or more")
+        if value is not None and value < minimum:
+            parser.error(f"--{name} is {value}; expected {minimum} or more")
     token = os.environ.get(args.api_key_var) if args.api_key_var else None
     if args.api_key_var and not token:
         parser.error(f"the environment has no {args.api_key_var}; expected the token that clients need")

@@ -20,7 +20,16 @@ Run = Callable[[EngineTurn], Coroutine[Any, Any, TurnResult]]
 
 @dataclass(eq=False)
 class AgentSession:
-    """An episode. outcome: reward, turn_rewards and metadata; None: it is not finished."""
+    """An episode.
+
+    Attributes:
+        session_id: The name of the session.
+        uid: The client's name for it, if it gave one.
+        transcript: What its model has read and written.
+        outcome: reward, turn_rewards and metadata, or None if it is not finished.
+        last_used: The time of its last use, by `time.monotonic`.
+        under_way: The tasks of its turns under way.
+    """
 
     session_id: str
     uid: str | None
@@ -31,9 +40,17 @@ class AgentSession:
 
 
 class Sessions:
-    """max_sessions: that are held at once, finished ones too. max_idle: seconds until one is dropped."""
+    """The sessions of a server."""
 
     def __init__(self, engine: EngineThread, codec: ChatCodec, max_sessions: int, max_idle: float) -> None:
+        """Create an empty set of sessions.
+
+        Args:
+            engine: The thread of the engine.
+            codec: The tokenizer's side of the API.
+            max_sessions: Maximum number of sessions that are held at once, finished ones included.
+            max_idle: Number of seconds without use after which a session is dropped.
+        """
         self.engine = engine
         self.codec = codec
         self.max_sessions = max_sessions
@@ -48,7 +65,10 @@ class Sessions:
         return session
 
     def find(self, session_id: str, unfinished: bool = False) -> AgentSession:
-        """ApiError 404; 409: it is finished, and must not be."""
+        """Return a session.
+
+        Raises ApiError 404 if there is none, and ApiError 409 if it is finished but has to be unfinished.
+        """
         session = self.held.get(session_id)
         if session is None:
             message = f"no session {session_id!r}: it was dropped, or never opened"
@@ -59,7 +79,10 @@ class Sessions:
         return session
 
     def finish(self, session: AgentSession, outcome: dict[str, Any]) -> None:
-        """Nothing of it stays in the engine; its turns under way end without a result."""
+        """Finish a session.
+
+        Nothing of it stays in the engine, and its turns under way end without a result.
+        """
         session.outcome = outcome
         for task in session.under_way:
             task.cancel()
@@ -75,22 +98,28 @@ class Sessions:
                 self.finish(self.held.pop(session.session_id), session.outcome or {})
 
     def place(self, session: AgentSession, given: ChatRequest, model: str) -> tuple[EngineTurn, Chat, Run]:
-        """A request's turn, the form of its answer, and what runs it. The turn goes on with the engine's
-        session of its segment, or opens one with all the segment's tokens. ValueError, ApiError.
+        """Return a request's turn, the form of its answer, and the function that runs it.
+
+        The turn goes on with the engine's session of its segment, or opens one with all the segment's tokens.
+
+        Raises:
+            ValueError: If `n` is not 1, the session has too many segments, or the template refuses the
+                messages.
+            ApiError: If the messages or the turn have no room, or the engine has failed.
         """
         if given.n not in (None, 1):
             raise ValueError(f"n is {given.n}; a session is one line of play: expected 1")
         self.engine.check_room()
         segment = session.transcript.place(self.codec, given.history(), given.told_tools())
-        new = segment.new_ids
-        before = segment.prompt_ids + segment.response_ids
-        whole = before if segment.is_new else before + new
-        resumed = segment.engine_session is not None
-        drawn = 0 if resumed else sum(segment.response_mask)
+        new_ids = segment.new_ids
+        old_ids = segment.prompt_ids + segment.response_ids
+        all_ids = old_ids if segment.is_new else old_ids + new_ids
+        is_resumed = segment.engine_session is not None
+        num_drawn = 0 if is_resumed else sum(segment.response_mask)
         seed = segment.seed if given.seed is None else given.seed
-        params = given.params(self.codec, seed, self.codec.max_model_len, drawn)
-        turn = EngineTurn(new if resumed else whole, params, segment.engine_session, keeps=True)
-        form = Chat(self.codec, model, given, whole)
+        params = given.params(self.codec, seed, self.codec.max_model_len, num_drawn)
+        turn = EngineTurn(new_ids if is_resumed else all_ids, params, segment.engine_session, keeps=True)
+        form = Chat(self.codec, model, given, all_ids)
 
         async def run(turn: EngineTurn) -> TurnResult:
             task = asyncio.ensure_future(self.engine.run(turn))
@@ -98,7 +127,7 @@ class Sessions:
             try:
                 result = await task
             except BaseException as error:
-                # The engine's session holds a turn that nobody has seen, or is gone.
+                # The engine's session holds a turn that nobody has seen, or it is closed already.
                 self.engine.close_sessions([segment.engine_session])
                 segment.engine_session = None
                 session.transcript.put_back(segment)

@@ -1,10 +1,10 @@
-"""What runs did, and what they do now (docs/monitor.md).
+"""Show what runs did, and what they do now (docs/monitor.md).
 
 python -m verl.monitor --list [--num-runs 20]            the runs below a folder, the newest first
 python -m verl.monitor RUN [RUN ...]                     figures, failed rollouts with their tags, pictures
 python -m verl.monitor RUN [RUN ...] --watch             the same on the terminal, while they run
-python -m verl.monitor RUN [RUN ...] --serve 8002        the same as a page that looks again by itself
-python -m verl.monitor --project P [--entity E] ...      all of it of the runs of a project on wandb
+python -m verl.monitor RUN [RUN ...] --serve 8002        the same as a page that refreshes by itself
+python -m verl.monitor --project P [--entity E] ...      all of this for the runs of a project on wandb
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shown(value: float | None) -> str:
 
 
 def figures(runs: list[Run]) -> Table:
-    """A column for each run, a row for each figure that one has."""
+    """Return a table with a column for each run, and a row for each figure that one of them has."""
     table = Table("")
     for run in runs:
         table.add_column(Text(run.folder.name))
@@ -72,7 +72,7 @@ def figures(runs: list[Run]) -> Table:
 
 
 def report(run: Run, options: argparse.Namespace, console: Console) -> None:
-    """Figures, failed rollouts and pictures of one run."""
+    """Print the figures and failed rollouts of one run, and draw its pictures."""
     folder = run.folder / "monitor"
     if options.save_dir is not None:
         folder = options.save_dir / run.folder.name if len(options.runs) > 1 else options.save_dir
@@ -84,8 +84,8 @@ def report(run: Run, options: argparse.Namespace, console: Console) -> None:
         return
     samples, counts = run.failures(options.reward_threshold, options.max_samples)
     for name, number, tags in share_of_tags(counts):
-        told = ", ".join(f"{tag} {share:.1%}" for tag, share in tags) or "no tags"
-        console.print(Text(f"{name}: {number} rollouts kept; {told}"))
+        tag_text = ", ".join(f"{tag} {share:.1%}" for tag, share in tags) or "no tags"
+        console.print(Text(f"{name}: {number} rollouts kept; {tag_text}"))
     console.print(Text(f"{len(samples)} rollouts below a reward of {options.reward_threshold:g}:"))
     for sample in samples:
         answer = "" if sample.get("answer") is None else f" -> {sample['answer']}"
@@ -95,15 +95,15 @@ def report(run: Run, options: argparse.Namespace, console: Console) -> None:
     if samples:
         folder.mkdir(parents=True, exist_ok=True)
         write_lines(folder / "samples.jsonl", samples)
-        written = "samples.jsonl"
-        if "trajectory" in samples[0]:  # wandb's tables have the texts alone
-            written = "samples.html"
-            write_page(samples, folder / written, f"{run.folder.name}: failed rollouts")
-        console.print(Text(str(folder / written)))
+        file_name = "samples.jsonl"
+        if "trajectory" in samples[0]:  # rows of wandb's tables have only the texts
+            file_name = "samples.html"
+            write_page(samples, folder / file_name, f"{run.folder.name}: failed rollouts")
+        console.print(Text(str(folder / file_name)))
 
 
 def watch(folders: list[Path], open_run: Callable[[Path], Run], console: Console) -> None:
-    """Figures on the terminal until all runs have ended."""
+    """Show figures on the terminal until all runs have ended."""
     with Live(console=console, refresh_per_second=4) as live:
         while True:
             runs = [open_run(folder) for folder in folders]
@@ -114,7 +114,7 @@ def watch(folders: list[Path], open_run: Callable[[Path], Run], console: Console
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a mistake of the user."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake of the user."""
     parser = build_parser()
     console = Console(highlight=False)
     options = parser.parse_args(argv)

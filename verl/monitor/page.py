@@ -1,4 +1,4 @@
-"""A page of runs that looks again by itself: their figures, curves and failures, at 127.0.0.1."""
+"""A page of runs that refreshes by itself: their figures, curves and failures, at 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -10,36 +10,43 @@ from typing import Any
 from verl.monitor.runs import PICTURES, TABLE, Run, share_of_tags
 from verl.utils.records.files import last_steps, to_json
 
-MOST_POINTS = 500  # of a curve
+MOST_POINTS = 500  # maximum number of points of a curve
 
 
 def page_data(folders: Sequence[Path], open_run: Callable[[Path], Run] = Run) -> dict[str, Any]:
-    """What the page shows: of each run its name, state, step, the table's figures, and tags of its newest
-    rollouts; and `panels`, name -> [{run, metric, points of (step, value)}].
+    """Return what the page shows.
+
+    Returns:
+        `runs`, a list with the name, state, step, figures of the table and tags of the newest rollouts of
+        each run; and `panels`, name -> [{run, metric, points of (step, value)}].
     """
     runs = [open_run(folder) for folder in folders]
-    about = []
+    entries = []
     for run in runs:
         _, counts = run.failures(0.0, 0, most_looked_at=200)
         figures = {name: run.last(name) for name in TABLE}
-        told = {"name": run.folder.name, "state": run.state, "step": run.step, "age": run.age}
-        about.append(told | {"figures": figures, "tags": share_of_tags(counts)})
+        entry = {"name": run.folder.name, "state": run.state, "step": run.step, "age": run.age}
+        entries.append(entry | {"figures": figures, "tags": share_of_tags(counts)})
     panels: dict[str, list[dict[str, Any]]] = {}
     for picture in PICTURES.values():
         for name, metrics in picture.items():
             for run in runs:
                 for metric in metrics:
                     if points := last_steps(run.rows, metric):
-                        every = -(-len(points) // MOST_POINTS)
-                        line = {"run": run.folder.name, "metric": metric, "points": points[::every]}
+                        stride = -(-len(points) // MOST_POINTS)
+                        line = {"run": run.folder.name, "metric": metric, "points": points[::stride]}
                         panels.setdefault(name, []).append(line)
-    return {"runs": about, "panels": panels}
+    return {"runs": entries, "panels": panels}
 
 
 def page_server(
     folders: Sequence[Path], port: int, open_run: Callable[[Path], Run] = Run
 ) -> ThreadingHTTPServer:
-    """The server, which listens already. ValueError: a folder is no run's, or the port is taken."""
+    """Create the server, which listens already.
+
+    Raises:
+        ValueError: If a folder is not that of a run, or the port is taken.
+    """
     for folder in folders:
         open_run(folder)
     page = Path(__file__).with_name("page.html").read_bytes()
@@ -71,7 +78,7 @@ def page_server(
 
 
 def serve(folders: Sequence[Path], port: int, open_run: Callable[[Path], Run]) -> None:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     with page_server(folders, port, open_run) as server:
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it, not the runs)", flush=True)
         server.serve_forever()

@@ -15,7 +15,7 @@ from verl.utils.records.curves import draw_panels
 from verl.utils.records.files import last_steps, read_lines
 from verl.utils.records.trajectories import TrajectoryFolder
 
-# picture -> panel -> metrics; of each metric the steps that have it are drawn
+# Picture -> panel -> metrics. For each metric the steps that have it are drawn.
 PICTURES: dict[str, dict[str, tuple[str, ...]]] = {
     "loss": {
         "Policy loss": ("actor/pg_loss", "train/loss", "val/loss"),
@@ -36,7 +36,7 @@ PICTURES: dict[str, dict[str, tuple[str, ...]]] = {
         "Seconds of a step": ("timing_s/step",),
     },
 }
-# What a table shows: name -> metrics, the first that a run has
+# The rows of a table: name -> metrics, of which the first that a run has is shown.
 TABLE = {
     "loss": ("actor/pg_loss", "train/loss"),
     "entropy": ("actor/entropy_loss",),
@@ -51,9 +51,10 @@ TABLE = {
 
 
 class Run:
-    """One folder. ValueError: it is no run's."""
+    """The run in one folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Read a run. Raises ValueError if the folder is not that of a run."""
         self.folder = folder
         if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
             raise ValueError(
@@ -68,20 +69,20 @@ class Run:
 
     @property
     def age(self) -> float:
-        """Seconds since it wrote its last line."""
+        """Return the number of seconds since the run wrote its last line."""
         with suppress(OSError):
             return time.time() - (self.folder / "metrics.jsonl").stat().st_mtime
         return float("inf")
 
     def last(self, name: str) -> float | None:
-        """The newest value of a name of TABLE."""
+        """Return the newest value of a name of TABLE, or None if there is none."""
         for metric in TABLE[name]:
             if points := last_steps(self.rows, metric):
                 return float(points[-1][1])
         return None
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The rollouts that it has kept, the newest first, with their `tags` and `environment`."""
+        """Yield the rollouts that the run has kept, the newest first, with their `tags` and `environment`."""
         trajectories = TrajectoryFolder(self.folder / "trajectories")
         for step in reversed(trajectories.steps()):
             for record in reversed(read_lines(trajectories.path / f"step_{step}.jsonl")):
@@ -90,33 +91,41 @@ class Run:
     def failures(
         self, threshold: float, most: int, most_looked_at: int | None = None
     ) -> tuple[list[dict[str, Any]], dict[str, Counter[str]]]:
-        """The newest rollouts below a reward; and of the newest that are kept (None: of all), how many of
-        each environment have each tag ("rollouts": how many there are).
+        """Return the newest rollouts below a reward, and counts of tags.
+
+        Args:
+            threshold: A rollout with a smaller reward, or without one, has failed.
+            most: Maximum number of rollouts to return.
+            most_looked_at: Number of the newest rollouts to look at. None means all that are kept.
+
+        Returns:
+            The failed rollouts; and for each environment how many rollouts have each tag ("rollouts" is their
+            number).
         """
         samples: list[dict[str, Any]] = []
         counts: dict[str, Counter[str]] = {}
         for record in islice(self.records(), most_looked_at):
             score = record.get("score")
-            count = counts.setdefault(record["environment"], Counter())
-            count.update(["rollouts", *record["tags"]])
+            tag_counts = counts.setdefault(record["environment"], Counter())
+            tag_counts.update(["rollouts", *record["tags"]])
             if len(samples) < most and (score is None or score < threshold):
                 samples.append(record)
         return samples, counts
 
     def draw(self, folder: Path) -> list[Path]:
-        """loss.png, reward.png and optimizer.png, of what there is."""
+        """Draw loss.png, reward.png and optimizer.png from the metrics that exist, and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = []
+        paths = []
         for name, panels in PICTURES.items():
             path = folder / f"{name}.png"
             if draw_panels(self.rows, panels, path, f"{self.folder.name}: {name}"):
-                drawn.append(path)
-        return drawn
+                paths.append(path)
+        return paths
 
 
 def state_of(folder: Path) -> str:
-    """Of the run in a folder: "running" (on this machine), "finished", or "stopped"."""
-    with suppress(OSError):  # looked at, never taken: a run that begins just now must get it
+    """Return the state of the run in a folder: "running" (on this machine), "finished" or "stopped"."""
+    with suppress(OSError):  # the lock is read but never taken, because a run that begins now must get it
         inode = (folder / "run.lock").stat().st_ino
         if f":{inode} " in Path("/proc/locks").read_text(encoding="utf-8"):
             return "running"
@@ -124,13 +133,16 @@ def state_of(folder: Path) -> str:
 
 
 def runs_below(root: Path) -> list[Run]:
-    """All runs in a folder, the newest first."""
+    """Return all runs in a folder, the newest first."""
     folders = [path.parent for path in root.glob("**/metrics.jsonl")]
     return sorted(map(Run, folders), key=lambda run: run.age)
 
 
 def share_of_tags(counts: Mapping[str, Counter[str]]) -> list[tuple[str, int, list[tuple[str, float]]]]:
-    """(environment, rollouts, [(tag, share)]) of `failures`, tags that nobody has left out."""
+    """Return (environment, number of rollouts, [(tag, share)]) from the counts of `failures`.
+
+    Tags that no rollout has are left out.
+    """
     return [
         (name, count["rollouts"], [(tag, count[tag] / count["rollouts"]) for tag in TAGS if count[tag]])
         for name, count in sorted(counts.items())

@@ -1,18 +1,20 @@
-"""Why a rollout failed, in names: `tags_of` a record of trajectories/*.jsonl or of an evaluation's results.
+"""Tags that name why a rollout failed.
+
+`tags_of` finds them in a record of trajectories/*.jsonl or of an evaluation's results.
 
     unverified             nobody knows its worth: the verifier, its environment or its search failed
     truncated              its last generation was cut at data.max_response_length
     context_overflow       data.max_prompt_length left no room for an observation or a turn
     no_answer              it ended without an answer
     format                 a tag was not closed, a call could not be read, or a turn had no action
-    repeated_action        an action that it had taken already
+    repeated_action        it repeated an action
     tool_argument_error    a tool refused its arguments
     authorization_error    a tool refused access
-    not_found              what it asked for was not there; a search found nothing
+    not_found              the thing that it asked for did not exist, or a search found nothing
     false_completion       it said that it had done its task, and had not
 
-The four of tools are read from observations that begin like an error, or are JSON with one. Names are those
-of the Fleet fork of SkyRL, and our own.
+The four tags of tools are read from observations that begin like an error, or are JSON with one. The names
+are those of the Fleet fork of SkyRL, and our own.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ TAGS: tuple[str, ...] = (
     "repeated_action",
 )
 TAGS += ("tool_argument_error", "authorization_error", "not_found", "false_completion")
-ROLLOUTS_TABLE = "val/rollouts"  # of `table_row`, on wandb
-_LOOKED_AT = 2000  # characters at the beginning of an observation
+ROLLOUTS_TABLE = "val/rollouts"  # the name on wandb of the table with rows of `table_row`
+_LOOKED_AT = 2000  # number of characters at the beginning of an observation that are read
 
 _NAMES = "search|answer|sql|solution|tool_call|tool|python|code|calculator"
 _ACTION = re.compile(rf"<({_NAMES})>(.*?)</\1>", re.DOTALL)
 _TAG = re.compile(rf"<(/?)(think|{_NAMES})>")
 _MARKUP = re.compile(r"</?[a-z_|]+>|<\|im_\w+\|>\w*")
-# A text is an error by its first words: one that says so at its beginning, or a phrase a little later.
+# The first words of a text tell an error: either a word at the very beginning, or a phrase a little later.
 _ERROR = re.compile(
     r"^\W*(?:\w+\W+){0,2}?(?:\w*(?:error|exception|denied|failed)|traceback|failure|refused|invalid|4\d\d|"
     r"unknown|missing|forbidden|unauthori[sz]ed)\b|"
@@ -75,52 +77,51 @@ _CLAIM = re.compile(
 
 
 def tags_of(record: Mapping[str, Any], solved_at: float = 1.0) -> list[str]:
-    """The tags, in the order of TAGS. record: with `trajectory`, `tokens` (the response's texts), and `score`
-    or `reward` (None: unknown). A rollout that reached `solved_at` has only those of its way there.
+    """Return the tags of a rollout, in the order of TAGS.
+
+    Args:
+        record: A record with `trajectory`, `tokens` (the response's texts), and `score` or `reward` (None
+            means unknown).
+        solved_at: A rollout with this reward has only the tags that arose on its way.
     """
     trajectory = record["trajectory"]
     turns = trajectory["turns"]
     reason = trajectory["finish_reason"]
     reward = record["reward"] if "reward" in record else record.get("score")
-    found: set[str] = set()
+    tags: set[str] = set()
     if reward is None or reason in LOST:
-        found.add("unverified")
+        tags.add("unverified")
     if reason == "length":
         is_cut = trajectory.get("stopped_by", "length") == "length" and trajectory.get("room", 1) > 0
-        found.add("truncated" if is_cut else "context_overflow")
+        tags.add("truncated" if is_cut else "context_overflow")
     if reason in ("max_turns", "eos", "length"):
-        found.add("no_answer")
-    done: set[str] = set()
+        tags.add("no_answer")
+    past_actions: set[str] = set()
     for number, turn in enumerate(turns):
         text = turn["text"]
         if turn["action"] in ("invalid", "none") or _is_broken(text):
-            found.add("format")
+            tags.add("format")
         action = (turn.get("query") or "").strip().lower() or _action(text)
-        if action and action in done:
-            found.add("repeated_action")
-        done.add(action)
+        if action and action in past_actions:
+            tags.add("repeated_action")
+        past_actions.add(action)
         if turn.get("documents") is not None:
-            found |= {"not_found"} if not turn["documents"] else set()
+            tags |= {"not_found"} if not turn["documents"] else set()
         elif turn["action"] != "search" and number + 1 < len(turns):
-            found.update(_tool_tags(_observation(record, turn)))
+            tags.update(_tool_tags(_observation(record, turn)))
     is_solved = reward is not None and reward >= solved_at
-    if (
-        turns
-        and not is_solved
-        and "unverified" not in found
-        and _CLAIM.search(_last_words(turns[-1]["text"]))
-    ):
-        found.add("false_completion")
-    return [tag for tag in TAGS if tag in found]
+    if turns and not is_solved and "unverified" not in tags and _CLAIM.search(_last_words(turns[-1]["text"])):
+        tags.add("false_completion")
+    return [tag for tag in TAGS if tag in tags]
 
 
 def environment_of(record: Mapping[str, Any]) -> str:
-    """Of a record of trajectories/*.jsonl."""
+    """Return the environment of a record of trajectories/*.jsonl."""
     return record["trajectory"].get("env_class") or str(record["data_source"])
 
 
 def table_row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of trajectories/*.jsonl as a row for people; `tags` by commas."""
+    """Return a record of trajectories/*.jsonl as a row for people. Its `tags` are separated by commas."""
     trajectory = record["trajectory"]
     row = {name: record[name] for name in ("step", "split", "question", "answer", "score")}
     row |= {"gold": "; ".join(record["gold"]), "environment": environment_of(record)}
@@ -129,7 +130,7 @@ def table_row(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_broken(text: str) -> bool:
-    """Whether a tag is opened and not closed, or closed and not opened."""
+    """Return whether a tag is opened and not closed, or closed and not opened."""
     depth: dict[str, int] = {}
     for closing, name in _TAG.findall(text):
         depth[name] = depth.get(name, 0) + (-1 if closing else 1)
@@ -137,13 +138,13 @@ def _is_broken(text: str) -> bool:
 
 
 def _action(text: str) -> str:
-    """What a turn did, its thoughts left out, to be compared with others."""
+    """Return what a turn did, without its thoughts, for comparison with other turns."""
     actions = [f"{kind} {' '.join(content.split()).lower()}" for kind, content in _ACTION.findall(text)]
     return "; ".join(actions)
 
 
 def _last_words(text: str) -> str:
-    """Of a turn, without its thoughts."""
+    """Return the end of a turn, without its thoughts."""
     return text.split("</think>")[-1][-1000:]
 
 
@@ -155,24 +156,30 @@ def _observation(record: Mapping[str, Any], turn: Mapping[str, Any]) -> str:
 
 
 def _tool_tags(observation: str) -> Iterator[str]:
-    """Of what a tool said. The more particular reason wins: access, arguments, then what is not there."""
-    said = _MARKUP.sub(" ", observation).strip()
-    problem = _json_problem(said)
-    if problem == "" or (problem is None and not _ERROR.search(said)):
+    """Yield the tag of a tool's observation, if it is an error.
+
+    The more particular reason takes precedence: access, then arguments, then missing things.
+    """
+    text = _MARKUP.sub(" ", observation).strip()
+    problem = _json_problem(text)
+    if problem == "" or (problem is None and not _ERROR.search(text)):
         return
-    said = problem or said
+    text = problem or text
     for tag, words in (
         ("authorization_error", _AUTHORIZATION),
         ("tool_argument_error", _ARGUMENT),
         ("not_found", _NOT_FOUND),
     ):
-        if words.search(said):
+        if words.search(text):
             yield tag
             return
 
 
 def _json_problem(said: str) -> str | None:
-    """What an answer in JSON says is wrong, "" if nothing; None: it is no JSON object."""
+    """Return the error that an answer in JSON reports.
+
+    Returns "" if it reports no error, and None if the text is not JSON, or only a JSON string.
+    """
     try:
         answer = json.loads(said)
     except ValueError:
@@ -180,15 +187,15 @@ def _json_problem(said: str) -> str | None:
     if not isinstance(answer, dict):
         return None if isinstance(answer, str) else ""
     names = {str(name).lower(): value for name, value in answer.items()}
-    failed = str(names.get("status", ""))[:1] in ("4", "5") or names.get("status") in (
+    is_failed = str(names.get("status", ""))[:1] in ("4", "5") or names.get("status") in (
         "error",
         "failed",
         "failure",
     )
-    failed = (
-        failed or names.get("iserror") is True or names.get("success") is False or names.get("ok") is False
+    is_failed = (
+        is_failed or names.get("iserror") is True or names.get("success") is False or names.get("ok") is False
     )
-    known = names.get("error") or names.get("errors") or names.get("exception")
-    if known:
-        return str(known)
-    return said if failed else ""
+    problem = names.get("error") or names.get("errors") or names.get("exception")
+    if problem:
+        return str(problem)
+    return said if is_failed else ""

@@ -15,22 +15,31 @@ from typing import Any
 from verl.monitor.runs import Run
 from verl.monitor.tags import ROLLOUTS_TABLE
 
-LOOK_SECONDS = 30.0  # all metrics of a run are asked for at each look
+LOOK_SECONDS = 30.0  # time for which a run is reused, because reading it asks wandb for all its metrics
 
 
 class WandbRun(Run):
-    """All runs of one name in a project: one that was resumed is several there, whose steps are joined."""
+    """All runs of one name in a project.
+
+    A run that was resumed is several runs on wandb, whose steps are joined here.
+    """
 
     def __init__(self, name: str, parts: list[Any]) -> None:
-        """parts: of `wandb.Api().runs`."""
+        """Read a run.
+
+        Args:
+            name: The name of the run.
+            parts: The runs of this name that `wandb.Api().runs` returned.
+        """
         self.folder = Path(name)
         self.parts = sorted(parts, key=lambda part: part.created_at)
-        self._history: list[tuple[Any, dict[str, Any]]] = []  # (its part, row), by steps
+        self._history: list[tuple[Any, dict[str, Any]]] = []  # (part, row), by steps
         for part in self.parts:
             rows = [row | {"step": int(row["_step"])} for row in part.scan_history()]
-            if rows:  # it goes on from a checkpoint: what the part before made after it is made again
-                first = rows[0]["step"]
-                self._history = [(other, row) for other, row in self._history if row["step"] < first]
+            # A part goes on from a checkpoint. Steps that earlier parts made after it are made again.
+            if rows:
+                first_step = rows[0]["step"]
+                self._history = [(other, row) for other, row in self._history if row["step"] < first_step]
             self._history += [(part, row) for row in rows]
         self.rows = [row for _, row in self._history]
         states = {"running": "running", "pending": "running", "finished": "finished"}
@@ -41,7 +50,7 @@ class WandbRun(Run):
         return time.time() - max((row.get("_timestamp", 0.0) for row in self.rows), default=0.0)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Rows of the tables (`table_row`), the newest first."""
+        """Yield the rows of the tables (`table_row`), the newest first."""
         for part, logged in reversed(self._history):
             if not isinstance(logged.get(ROLLOUTS_TABLE), dict):
                 continue
@@ -57,46 +66,58 @@ class WandbRun(Run):
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """ValueError in place of wandb's errors."""
+    """Raise ValueError in place of wandb's errors."""
     try:
         yield
-    except Exception as error:  # of many kinds: no key, no project, no network
+    except Exception as error:  # there are many kinds, such as no key, no project or no network
         text = " ".join(str(error).split())[:300]
         raise ValueError(f"wandb does not give {what}: {type(error).__name__}: {text}") from None
 
 
 def opener(project: str, entity: str | None) -> tuple[Callable[[Path], WandbRun], Callable[[int], list[Run]]]:
-    """(a run by its name or its wandb id; the newest so many runs) of a project. ValueError: they can't be
-    had. entity: None: that of the key.
+    """Return functions that open the runs of a project.
+
+    Args:
+        project: The name of the project.
+        entity: The owner of the project. None means the entity of the API key.
+
+    Returns:
+        A function that returns a run by its name or wandb id, and a function that returns a given number of
+        the newest runs.
+
+    Raises:
+        ValueError: If wandb does not give the project or a run.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
     with told(f"project {project}"):
         api = import_module("wandb").Api()
-        place = f"{entity or api.default_entity}/{project}"
+        project_path = f"{entity or api.default_entity}/{project}"
 
-    known: dict[str, tuple[float, WandbRun]] = {}  # and when it was asked for
+    runs: dict[str, tuple[float, WandbRun]] = {}  # name -> (time of the request, run)
 
     def named(run: Path) -> WandbRun:
         name = str(run)
-        if name in known and time.monotonic() - known[name][0] < LOOK_SECONDS:
-            return known[name][1]
+        if name in runs and time.monotonic() - runs[name][0] < LOOK_SECONDS:
+            return runs[name][1]
         try:
-            with told(f"run {name} of {place}"):
-                api.flush()  # else it answers with what it was told first
-                parts = list(api.runs(place, filters={"group": name})) or [api.run(f"{place}/{name}")]
-                found = WandbRun(name, parts)
+            with told(f"run {name} of {project_path}"):
+                api.flush()  # otherwise it repeats its first answer
+                parts = list(api.runs(project_path, filters={"group": name})) or [
+                    api.run(f"{project_path}/{name}")
+                ]
+                wandb_run = WandbRun(name, parts)
         except ValueError:
-            if name not in known:
+            if name not in runs:
                 raise
-            found = known[name][1]  # until it answers again
-        known[name] = time.monotonic(), found
-        return found
+            wandb_run = runs[name][1]  # the last one is used until wandb answers again
+        runs[name] = time.monotonic(), wandb_run
+        return wandb_run
 
     def newest(count: int) -> list[Run]:
         names: dict[str, None] = {}
-        with told(f"project {place}"):
+        with told(f"project {project_path}"):
             api.flush()
-            for run in api.runs(place, order="-created_at"):
+            for run in api.runs(project_path, order="-created_at"):
                 names[run.group or run.id] = None
                 if len(names) == count:
                     break

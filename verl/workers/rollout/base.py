@@ -1,16 +1,16 @@
-"""What a rollout engine is to its owner (the agent loop): sessions in, completions out.
+"""The interface of a rollout engine to its owner, the agent loop: sessions in, completions out.
 
-A session is one trajectory. `open` queues its prompt, `step` runs everything that can run and hands back the
-turns that ended, `resume` appends an observation and generates the next turn on the KV state that is still
-there, `close` gives the slot to the next session in the queue:
+A session is one trajectory. `open` queues its prompt. `step` runs everything that can run and returns the
+turns that ended. `resume` appends an observation and generates the next turn on the KV state that the session
+still has. `close` gives the slot to the next session in the queue:
 
     open(prompt) -> [queued] -> [running] --Completion--> [waiting for its owner] -- resume(observation) --+
                                     ^                              |                                       |
                                     +------------------------------|---------------------------------------+
                                                                  close -> its memory is free
 
-Token ids go in and token ids come out: the engine never sees text (stop strings are matched on the bytes of
-tokens, see `stop.py`).
+Token ids go in and token ids come out. The engine never sees text, as stop strings are matched on the bytes
+of tokens (see `stop.py`).
 """
 
 from __future__ import annotations
@@ -31,27 +31,32 @@ TIED_HEAD = "lm_head.weight"
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine can't run, for a reason outside of this program: its servers don't start, or went away."""
+    """The error of an engine that can't run for a reason outside of this program.
+
+    Its servers don't start, for example, or went away.
+    """
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one turn is sampled.
+    """The parameters by which one turn is sampled.
 
     Truncation is applied after the temperature, in the order top-k, top-p, min-p, and the result is
-    renormalised; `Completion.log_probs` are those of the distribution that is left.
+    renormalised. `Completion.log_probs` are those of the resulting distribution.
 
     Attributes:
-        max_tokens: most tokens sampled in this turn, >= 1.
-        temperature: 0 = greedy; then log-probs are those of the plain softmax (temperature 1).
-        top_p: keep the fewest most probable tokens whose sum reaches it, 0 < top_p <= 1 (1 = off).
-        top_k: keep the k most probable tokens (-1 or 0 = off).
-        min_p: drop tokens less probable than min_p times the most probable one, 0 <= min_p <= 1 (0 = off).
-        seed: 64-bit; the k-th token sampled in a session depends on (seed, k) only, not on other sessions.
-        drawn_before: tokens that an earlier session has sampled with this seed: k goes on behind them.
-        stop: ends the turn at the token that completes a stop string; that token is kept whole.
-        eos_token_ids: end the turn with finish_reason "eos"; the token itself is kept.
-        ignore_eos: go on after an end-of-sequence token.
+        max_tokens: Maximum number of tokens sampled in this turn, >= 1.
+        temperature: 0 means greedy. Log-probs are then those of the plain softmax (temperature 1).
+        top_p: Keep the fewest most probable tokens whose sum reaches it, 0 < top_p <= 1 (1 = off).
+        top_k: Keep the k most probable tokens (-1 or 0 = off).
+        min_p: Drop tokens less probable than min_p times the most probable one, 0 <= min_p <= 1 (0 = off).
+        seed: A 64-bit number. The k-th token sampled in a session depends on (seed, k) only, not on other
+            sessions.
+        drawn_before: Number of tokens that an earlier session has sampled with this seed. k continues from
+            there.
+        stop: Ends the turn at the token that completes a stop string. That token is kept whole.
+        eos_token_ids: Ids that end the turn with finish_reason "eos". The token itself is kept.
+        ignore_eos: Whether to go on after an end-of-sequence token.
     """
 
     max_tokens: int
@@ -80,15 +85,22 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One turn that ended: what was sampled, and why it stopped.
+    """A turn that ended: what was sampled, and why it stopped.
 
-    `token_ids`, `log_probs` and `model_log_probs` have one entry per sampled token of this turn (the stop or
-    eos token too). `log_probs` are those of the distribution that was sampled from: after temperature, top-k,
-    top-p and min-p, renormalised; for greedy turns, of the plain softmax. `model_log_probs` are those of the
-    model itself: the plain softmax of its logits at temperature 1. Both are natural logarithms.
-    `finish_reason` is "stop" (a stop string, named in `stop_string`), "eos" or "length" (max_tokens or the
-    engine's max_model_len). `version_first` and `version_last` are the weight versions of the turn's first
-    and last token.
+    `token_ids`, `log_probs` and `model_log_probs` have one entry per sampled token of this turn, the stop or
+    eos token included. Log-probs are natural logarithms.
+
+    Attributes:
+        session_id: The session of the turn.
+        token_ids: The sampled tokens.
+        log_probs: Log-probs under the distribution that was sampled from, that is, after temperature, top-k,
+            top-p and min-p, and renormalised. For greedy turns they are those of the plain softmax.
+        model_log_probs: Log-probs under the model itself, the plain softmax of its logits at temperature 1.
+        finish_reason: "stop" (a stop string, named in `stop_string`), "eos" or "length" (max_tokens or the
+            engine's max_model_len).
+        stop_string: The stop string that ended the turn, if one did.
+        version_first: Version of the weights that sampled the turn's first token.
+        version_last: Version of the weights that sampled the turn's last token.
 
     Example: Completion(7, [311, 22, 940], [-0.1, -2.3, -0.7], [-0.2, -2.0, -0.9], "stop", "</search>", 4, 4)
     """
@@ -116,14 +128,18 @@ class RolloutSession:
     """A trajectory inside an engine: its tokens, and the turn that is being sampled.
 
     Attributes:
-        tokens: int32, all so far: prompt, sampled tokens, observations.
-        turn: its number, from 1.
-        turn_start: where in `tokens` this turn's sampled ones begin.
-        limit: most tokens that this turn may have; below 1, there is no room for any.
-        under_way: the turn has not ended.
-        num_sampled: tokens sampled over all turns.
-        ends: token ids that need a look: end of sequence, or able to complete a stop string.
-        log_probs, model_log_probs, version_first: of this turn, as in `Completion`.
+        session_id: The number of the session in its engine.
+        params: The sampling of the present turn.
+        tokens: All tokens so far, int32: prompt, sampled tokens and observations.
+        turn: The number of the turn, from 1.
+        turn_start: The position in `tokens` where the sampled tokens of this turn begin.
+        limit: Maximum number of tokens of this turn. If it is below 1, there is no room for any.
+        under_way: Whether the turn has not ended.
+        num_sampled: Number of tokens sampled over all turns.
+        ends: Token ids that need a look, because they end a sequence or can complete a stop string.
+        log_probs: Log-probs of this turn, as in `Completion`.
+        model_log_probs: The model's log-probs of this turn, as in `Completion`.
+        version_first: Version of the weights that sampled the first token of this turn.
     """
 
     session_id: int
@@ -156,7 +172,10 @@ class RolloutSession:
     def accept(
         self, token_id: int, log_prob: float, model_log_prob: float, version: int
     ) -> tuple[str, str | None] | None:
-        """Take a sampled token; (finish reason, stop string) if it ends the turn."""
+        """Append a sampled token.
+
+        Returns (finish reason, stop string) if the token ends the turn, otherwise None.
+        """
         if self.version_first is None:
             self.version_first = version
         self.tokens.append(token_id)
@@ -172,7 +191,7 @@ class RolloutSession:
         return ("length", None) if len(self.log_probs) >= self.limit else None
 
     def end_turn(self, reason: str, stop_string: str | None, version: int) -> Completion:
-        """The turn as it is handed to the owner; `version` is that of its last token."""
+        """End the turn and return it for the owner. `version` is that of its last token."""
         self.under_way = False
         return Completion(
             session_id=self.session_id,
@@ -190,13 +209,15 @@ Session = TypeVar("Session", bound=RolloutSession)
 
 
 class RolloutEngine(ABC, Generic[Session]):
-    """The engine's side of the agent loop; see the drawing above. Not thread-safe: one owner calls it.
+    """An engine that samples the turns of sessions for the agent loop (see the drawing above).
+
+    It is not thread-safe. A single owner calls it.
 
     Attributes:
-        max_model_len: most tokens of one session, prompt and observations included; a turn that reaches it
-            ends with "length".
-        vocab_size: token ids are smaller.
-        version: of the present weights, -1 while there are none.
+        max_model_len: Maximum number of tokens of one session, prompt and observations included. A turn that
+            reaches it ends with "length".
+        vocab_size: All token ids are smaller than this.
+        version: Version of the present weights, or -1 while there are none.
     """
 
     session_class: type[Session]
@@ -208,14 +229,17 @@ class RolloutEngine(ABC, Generic[Session]):
         self._sessions: dict[int, Session] = {}
         self._full: list[Session] = []  # resumed with more tokens than max_model_len has room for
         self._next_id = 0
-        self._steps = self._generated_tokens = self._asleep = 0  # _asleep: the level, as in `sleep`
+        self._steps = self._generated_tokens = self._asleep = 0  # _asleep is the level of `sleep`
         self._seconds = 0.0
 
     # ---- sessions ----
 
     def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt and return its session id. ValueError if it is empty, has unknown ids or leaves no
-        room.
+        """Queue a prompt and return its session id.
+
+        Raises:
+            ValueError: If the prompt is empty, has unknown ids or leaves no room, or if the engine can't
+                sample with these parameters.
         """
         self._check_params(params)
         tokens = self._checked(token_ids)
@@ -232,9 +256,14 @@ class RolloutEngine(ABC, Generic[Session]):
         return session.session_id
 
     def resume(self, session_id: int, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Append observation tokens (none is fine) to a session whose turn ended, and sample its next turn.
+        """Append observation tokens to a session whose turn ended, and queue its next turn.
 
-        If they leave no room within max_model_len, the next `step` returns an empty completion with "length".
+        There may be no observation tokens. If they leave no room within max_model_len, the next `step`
+        returns an empty completion with "length".
+
+        Raises:
+            ValueError: If the session has a turn under way, is closed or was never opened, if the ids are
+                unknown, or if the engine can't sample with these parameters.
         """
         session = self._session(session_id)
         if session.under_way:
@@ -247,7 +276,7 @@ class RolloutEngine(ABC, Generic[Session]):
             self._queue(session)
 
     def close(self, session_id: int) -> None:
-        """End a session in whatever state it is; what it held goes to the next in the queue."""
+        """End a session in whatever state it is. What it held goes to the next session in the queue."""
         session = self._session(session_id)
         del self._sessions[session_id]
         if session in self._full:
@@ -256,7 +285,7 @@ class RolloutEngine(ABC, Generic[Session]):
         self._drop(session)
 
     def partial(self, session_id: int) -> Partial:
-        """What a session's present turn has sampled so far; nothing while no turn is under way."""
+        """Return what a session's present turn has sampled so far, or nothing while no turn is under way."""
         session = self._session(session_id)
         if not session.under_way:
             return Partial([], [], None)
@@ -278,17 +307,17 @@ class RolloutEngine(ABC, Generic[Session]):
         return tokens
 
     def _check_params(self, params: SamplingParams) -> None:
-        """ValueError for what this engine can't do."""
+        """Raise ValueError for parameters that this engine can't sample with."""
 
     def _end_full(self) -> list[Completion]:
-        """The turns that have no room for a token."""
+        """End the turns that have no room for a token."""
         ended = [session.end_turn("length", None, self.version) for session in self._full]
         self._full = []
         return ended
 
     @abstractmethod
     def _queue(self, session: Session) -> None:
-        """Have the session's turn, which was set up, sampled by the coming steps."""
+        """Queue the session's turn, which is set up, so that the coming steps sample it."""
 
     @abstractmethod
     def _drop(self, session: Session) -> None:
@@ -298,19 +327,23 @@ class RolloutEngine(ABC, Generic[Session]):
 
     @contextmanager
     def leading(self) -> Iterator[bool]:
-        """Around a generation, in every process of an engine that several share: True in the one that has
-        its sessions and steps, False in the others, which have done what it did by then.
+        """Enclose a generation, in every process of an engine that several processes share.
+
+        Yields True in the process that has the engine's sessions and steps it. Yields False in the others,
+        which have followed the whole generation by then.
         """
         yield True
 
     @property
     @abstractmethod
     def has_runnable(self) -> bool:
-        """True if `step` has something to do. Sessions that wait for `resume` don't count."""
+        """Return True if `step` has something to do. Sessions that wait for `resume` don't count."""
 
     def step(self) -> list[Completion]:
-        """Advance what runs; return the turns that ended: maybe none. RuntimeError: it sleeps, or has no
-        weights.
+        """Advance what runs, and return the turns that ended, if any.
+
+        Raises:
+            RuntimeError: If the engine sleeps or has no weights.
         """
         if self._asleep:
             raise RuntimeError("the engine is asleep; call wake first")
@@ -326,36 +359,45 @@ class RolloutEngine(ABC, Generic[Session]):
 
     @abstractmethod
     def _advance(self) -> list[Completion]:
-        """`step` of an engine that is awake and has weights, but for the turns that have no room."""
+        """Do the work of `step`, except for the turns without room. The engine is awake and has weights."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take (Hugging Face name, full tensor) pairs of the whole model as weights `version`.
 
-        Sessions stay, with the tokens that they have; no KV state of older weights is used any more: it is
-        computed again from the tokens. Turns under way go on with the new weights. ValueError for unknown,
-        missing or wrongly shaped ones (`lm_head.weight` may be left out when embeddings are tied); the engine
-        then has no weights until the next call.
+        Sessions stay, with their tokens. KV state of older weights is no longer used, but computed again from
+        the tokens. Turns under way go on with the new weights.
+
+        Raises:
+            ValueError: If weights are unknown, missing or wrongly shaped (`lm_head.weight` may be left out
+                when embeddings are tied). The engine then has no weights until the next call.
         """
 
     def sleep(self, level: int = 1) -> int:
-        """Give memory to the trainer; sessions stay as in `load_weights`. Returns the bytes given back. Level
-        1: the KV cache. Level 2: the engine's weights too, then `load_weights` comes before the next step.
-        An engine without memory on the trainer's devices has none to give.
+        """Give memory to the trainer, and return the number of bytes given back.
+
+        Sessions stay, as in `load_weights`. An engine without memory on the trainer's devices has none to
+        give.
+
+        Args:
+            level: 1 frees the KV cache. 2 also frees the engine's weights, so that `load_weights` must come
+                before the next step.
         """
         return 0
 
     def wake(self) -> None:  # noqa: B027
-        """Take the memory again. Does nothing when awake."""
+        """Take the memory again. An engine that is awake does nothing."""
 
     def stats(self) -> dict[str, float]:
-        """Load now, and sums since construction; engines add theirs to those that all have.
+        """Return the present load, and sums since construction. Engines add their own figures to those here.
 
-        Now: running, queued (no KV state yet, or preempted), parked (turn ended, waiting for the owner),
-        kv_used_share (of the budget).
-        Sums: steps, generated_tokens, prefilled_tokens (computed), prefix_hit_tokens (taken from KV state
-        that was there: a shared prompt), preemptions, seconds (in `step`). An engine that can't know a figure
-        leaves it out.
+        Present load: running, queued (no KV state yet, or preempted), parked (turn ended, waiting for the
+        owner), kv_used_share (share of the budget).
+
+        Sums: steps, generated_tokens, prefilled_tokens (computed), prefix_hit_tokens (taken from existing KV
+        state, such as that of a shared prompt), preemptions, seconds (in `step`).
+
+        An engine that can't know a figure leaves it out.
         """
         return {
             "parked": float(sum(not session.under_way for session in self._sessions.values())),
@@ -366,15 +408,19 @@ class RolloutEngine(ABC, Generic[Session]):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End what the engine has started and free what it holds. Safe to call twice."""
+        """End what the engine has started and free what it holds. It is safe to call twice."""
 
 
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass pairs on; ValueError at an unknown or wrongly shaped one, and at the end if some are missing.
+    """Yield the pairs of `weights` after checking each one.
 
-    A tied `lm_head.weight` (one that `expected` doesn't have) is left out: the embedding brings it.
+    A tied `lm_head.weight` (one that `expected` doesn't have) is left out, because the embedding has its
+    values.
+
+    Raises:
+        ValueError: If a pair is unknown or wrongly shaped, or, at the end, if some are missing.
     """
     missing = dict(expected)
     for name, tensor in weights:

@@ -1,10 +1,10 @@
-"""From the configuration to a rollout engine: the only place that knows which engines there are.
+"""The step from the configuration to a rollout engine: the only place that knows which engines there are.
 
     rollout.name=native                     NativeEngine         ours: the actor's own weights, one device
     rollout.name=vllm, placement=colocated  VllmEngine           vLLM in the trainer's process
     rollout.name=vllm, placement=apart      RemoteVllmEngine     vLLM servers of their own
 
-Each is imported when it is asked for, so that a run needs no package of another engine.
+Each engine is imported only when it is asked for, so that a run needs no package of another engine.
 """
 
 from __future__ import annotations
@@ -28,25 +28,31 @@ if TYPE_CHECKING:
     from verl.workers.rollout.native.architecture import ModelSpec
 
 MIN_SEQUENCES = 128  # so that a small first batch does not make a small engine
-MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where nobody says how much of the memory is free for it
-CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and logits of a step
-FRAGMENTATION = 0.03  # of a GPU: what torch's allocator holds and cannot use
-SHARE_OF_A_SERVER = 0.9  # of a GPU that nobody trains on, as vLLM has it
-MOST_WEIGHT_BYTES = 20 << 30  # of 16-bit weights on a GPU, before a model is split
-GPUS_OF_A_NODE = 8  # a server's, at most
+MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where no setting says how much memory is free for the KV cache
+CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache for activations and logits of a step
+FRAGMENTATION = 0.03  # share of a GPU that torch's allocator holds and cannot use
+SHARE_OF_A_SERVER = 0.9  # share of a GPU that nobody trains on, vLLM's own default
+MOST_WEIGHT_BYTES = 20 << 30  # 16-bit weights on one GPU; a model with more is split
+GPUS_OF_A_NODE = 8  # maximum number of GPUs of one server
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What is asked of an engine, whichever it is.
+    """The run's requirements for an engine of any kind.
 
-    device: of this process; rank, world_size: its place among the run's processes. dtype: of the engine's
-    computation and KV cache. max_model_len: most tokens of a session, prompt and observations included.
-    num_rows: sessions that are wanted at once, of all processes that share the engine's model; an engine has
-    room for `max_num_seqs` of them at most.
-    copies_weights: whether the engine needs memory of its own for weights (those it gets have another dtype,
-    or are gathered or merged for it). taken: bytes of the GPU that training holds (`taken_beside_rollouts`);
-    None: nobody trains on it. sharing: processes that sample from one model (colocated vLLM).
+    Attributes:
+        device: The device of this process.
+        dtype: The dtype of the engine's computation and KV cache.
+        max_model_len: Maximum number of tokens of a session, prompt and observations included.
+        num_rows: Number of sessions wanted at once, over all processes that share the engine's model. An
+            engine has room for `max_num_seqs` of them at most.
+        rank: The rank of this process among the run's processes.
+        world_size: The number of the run's processes.
+        copies_weights: Whether the engine needs memory of its own for weights. It does if the weights that it
+            gets have another dtype, or are gathered or merged for it.
+        taken: Number of bytes of the GPU that training holds (`taken_beside_rollouts`). None means that
+            nobody trains on it.
+        sharing: Number of processes that sample from one model (colocated vLLM).
     """
 
     device: torch.device
@@ -61,9 +67,13 @@ class EngineRequest:
 
 
 def engine_name(rollout: Rollout, device: torch.device | str) -> str:
-    """`rollout.name`, or the engine that `auto` means: vllm on CUDA and for servers apart, native on CPU.
+    """Return `rollout.name`, or the name of the engine that `auto` stands for.
 
-    On CUDA without vLLM `auto` is native. device: that trains, "cpu", "cuda" or "cuda:N".
+    `auto` means vllm on CUDA and for servers apart, and native on CPU. On CUDA without vLLM it means native.
+
+    Args:
+        rollout: The rollout block of the configuration.
+        device: The device that trains: "cpu", "cuda" or "cuda:N".
     """
     if rollout.name != "auto":
         return str(rollout.name)
@@ -75,9 +85,16 @@ def engine_name(rollout: Rollout, device: torch.device | str) -> str:
 
 
 def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
-    """Processes (apart: GPUs) that share one model of vLLM's: `tensor_model_parallel_size`; null: the fewest
-    of those that divide `most` and the attention heads, with at most MOST_WEIGHT_BYTES each (apart: twice as
-    many).
+    """Return the number of processes (or GPUs, for servers apart) that share one model of vLLM.
+
+    This is `tensor_model_parallel_size`. If that is null, it is the smallest number that divides `most` and
+    the attention heads and leaves at most MOST_WEIGHT_BYTES of weights to each process (twice as many for
+    servers apart). If none does, it is the largest of these divisors.
+
+    Args:
+        rollout: The rollout block of the configuration.
+        model: The model block of the configuration.
+        most: Number of processes or GPUs that are available.
     """
     if rollout.tensor_model_parallel_size is not None:
         return rollout.tensor_model_parallel_size
@@ -88,22 +105,30 @@ def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
     text = config.get_text_config()
     limit = MOST_WEIGHT_BYTES * (2 if rollout.placement == "apart" else 1)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    both = math.gcd(most, text.num_attention_heads)
-    sizes = [n for n in range(1, both + 1) if both % n == 0 and (heads % n == 0 or n % heads == 0)]
+    divisor = math.gcd(most, text.num_attention_heads)
+    sizes = [n for n in range(1, divisor + 1) if divisor % n == 0 and (heads % n == 0 or n % heads == 0)]
     return next((size for size in sizes if num_bytes <= size * limit), sizes[-1])
 
 
 def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
-    """Of the engine's weights and computation: `rollout.dtype`; with auto, what the actor computes in."""
+    """Return the dtype of the engine's weights and computation.
+
+    This is `rollout.dtype`, or `computed_in`, the dtype in which the actor computes, if that is auto.
+    """
     return computed_in if rollout.dtype == "auto" else DTYPES[rollout.dtype]
 
 
 def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> RolloutEngine:
-    """The engine that the configuration asks for. It has no weights yet: `load_weights` comes first. rollout,
-    model: the blocks below `actor_rollout_ref`.
+    """Build the engine that the configuration asks for. It has no weights until `load_weights` is called.
 
-    Raises ValueError if the engine can't run this model, or not within its memory, EngineUnavailable if
-    servers did not start, or don't answer.
+    Args:
+        rollout: The block `actor_rollout_ref.rollout`.
+        model: The block `actor_rollout_ref.model`.
+        request: The run's requirements.
+
+    Raises:
+        ValueError: If the engine can't run this model, or not within its memory.
+        EngineUnavailable: If servers did not start or don't answer.
     """
     max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
     model_config = load_hf_config(model)
@@ -130,8 +155,18 @@ def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> Rol
 
 
 def gpu_share(rollout: Rollout, total: int, taken: int | None) -> float:
-    """The share of a GPU of `total` bytes that is for the engine: `gpu_memory_utilization`, or what training
-    leaves, which has taken so many bytes. 0: nothing.
+    """Return the share of a GPU that the engine may take.
+
+    This is `gpu_memory_utilization`. If that is null, it is the share that training leaves, or
+    SHARE_OF_A_SERVER where nobody trains.
+
+    Args:
+        rollout: The rollout block of the configuration.
+        total: Number of bytes of the GPU.
+        taken: Number of bytes that training has taken. None means that nobody trains on the GPU.
+
+    Returns:
+        The share, or 0 if training leaves nothing.
     """
     if rollout.gpu_memory_utilization is not None:
         return rollout.gpu_memory_utilization
@@ -141,50 +176,61 @@ def gpu_share(rollout: Rollout, total: int, taken: int | None) -> float:
 
 
 def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num_seqs: int) -> int:
-    """What the native engine's KV cache takes: enough for all sequences, within what it may take at most."""
-    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
-    sequence = -(-request.max_model_len // rollout.block_size) * rollout.block_size * position
+    """Return the size of the native engine's KV cache: enough for all sequences, within its limit.
+
+    Raises ValueError if one sequence does not fit.
+    """
+    position_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
+    sequence_bytes = -(-request.max_model_len // rollout.block_size) * rollout.block_size * position_bytes
     if request.device.type == "cuda":
-        left, total = torch.cuda.mem_get_info(request.device)
-        left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
-        left -= CUDA_RESERVE_BYTES
-        is_asked = rollout.gpu_memory_utilization is not None
-        most = int(gpu_share(rollout, total, request.taken) * total)
-        if request.copies_weights:  # they come after the engine is made, and before its first step
+        free_bytes, total_bytes = torch.cuda.mem_get_info(request.device)
+        free_bytes += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
+        free_bytes -= CUDA_RESERVE_BYTES
+        is_set = rollout.gpu_memory_utilization is not None
+        max_bytes = int(gpu_share(rollout, total_bytes, request.taken) * total_bytes)
+        if request.copies_weights:  # the copies are made after the engine, and before its first step
             shapes = spec.parameter_shapes().values()
-            copies = sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
-            left -= copies
-            most -= 0 if is_asked else copies
+            copied_bytes = sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
+            free_bytes -= copied_bytes
+            max_bytes -= 0 if is_set else copied_bytes
         remedy = "free GPU memory, for example by offloading the trainer's"
-        if is_asked and most <= left:
+        if is_set and max_bytes <= free_bytes:
             remedy = "raise rollout.gpu_memory_utilization"
-        most = max(min(left, most), 0)
+        max_bytes = max(min(free_bytes, max_bytes), 0)
     else:
-        most = most_on_cpu(rollout.kv_cache_gb)
+        max_bytes = most_on_cpu(rollout.kv_cache_gb)
         remedy = "raise rollout.kv_cache_gb"
-    if most < sequence:
+    if max_bytes < sequence_bytes:
         raise ValueError(
-            f"the KV cache may take {most / (1 << 30):.3g} GiB, but one trajectory of "
-            f"{request.max_model_len} tokens needs {sequence / (1 << 30):.3g}: {remedy}, or lower "
+            f"the KV cache may take {max_bytes / (1 << 30):.3g} GiB, but one trajectory of "
+            f"{request.max_model_len} tokens needs {sequence_bytes / (1 << 30):.3g}: {remedy}, or lower "
             "data.max_prompt_length"
         )
-    return min(most, max_num_seqs * sequence)
+    return min(max_bytes, max_num_seqs * sequence_bytes)
 
 
 def most_on_cpu(kv_cache_gb: float | None) -> int:
-    """Bytes that the KV cache may take on CPU."""
+    """Return the maximum number of bytes of the KV cache on CPU."""
     return MAX_DEFAULT_KV_BYTES if kv_cache_gb is None else int(kv_cache_gb * (1 << 30))
 
 
 def sequences_at_once(max_num_seqs: int, num_rows: int) -> int:
-    """Sessions that an engine has room for. max_num_seqs: `rollout.max_num_seqs`; num_rows: those wanted."""
+    """Return the number of sessions that an engine has room for.
+
+    Args:
+        max_num_seqs: The limit `rollout.max_num_seqs`.
+        num_rows: Number of sessions wanted.
+    """
     return min(max_num_seqs, max(MIN_SEQUENCES, num_rows))
 
 
 def _vllm_arguments(
     rollout: Rollout, model: Policy, model_config: PretrainedConfig, request: EngineRequest
 ) -> dict[str, Any]:
-    """What vLLM is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
+    """Return the arguments that vLLM is started with, by the names of vLLM's `EngineArgs`.
+
+    `vllm.engine_args` of the configuration takes precedence.
+    """
     max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
     sharing = request.sharing
     if rollout.placement == "apart":
@@ -205,10 +251,10 @@ def _vllm_arguments(
         total = 1 if request.taken is None else torch.cuda.mem_get_info(request.device)[1]
         arguments["gpu_memory_utilization"] = share = round(gpu_share(rollout, total, request.taken), 3)
         if not share:
-            taken = (request.taken or 0) / (1 << 30)
-            whole = total / (1 << 30)
+            taken_gib = (request.taken or 0) / (1 << 30)
+            gpu_gib = total / (1 << 30)
             raise ValueError(
-                f"training holds {taken:.1f} GiB of the GPU's {whole:.1f}, which "
+                f"training holds {taken_gib:.1f} GiB of the GPU's {gpu_gib:.1f}, which "
                 "leaves no room for rollouts. Set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true "
                 "(and param_offload), or train on more GPUs."
             )
@@ -217,18 +263,19 @@ def _vllm_arguments(
     else:
         config = model_config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = -(-config.num_key_value_heads // sharing)  # each has one at least
+        heads = -(-config.num_key_value_heads // sharing)  # each process has at least one
         width = config.num_hidden_layers * heads * head_dim
-        block = 2 * width * request.dtype.itemsize * rollout.block_size
-        num_blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1  # vLLM keeps one
-        arguments["kv_cache_memory_bytes"] = min(num_blocks * block, MAX_DEFAULT_KV_BYTES)
-    set_here = "rollout.tensor_model_parallel_size"
-    asked = rollout.tensor_model_parallel_size
+        block_bytes = 2 * width * request.dtype.itemsize * rollout.block_size
+        # vLLM keeps one block for itself.
+        num_blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1
+        arguments["kv_cache_memory_bytes"] = min(num_blocks * block_bytes, MAX_DEFAULT_KV_BYTES)
+    key = "rollout.tensor_model_parallel_size"
+    parallel_size = rollout.tensor_model_parallel_size
     if "tensor_parallel_size" in rollout.vllm.engine_args:
-        raise ValueError(f"rollout.vllm.engine_args has tensor_parallel_size; set {set_here} in its place")
-    if rollout.placement == "colocated" and asked not in (None, sharing):
+        raise ValueError(f"rollout.vllm.engine_args has tensor_parallel_size; set {key} in its place")
+    if rollout.placement == "colocated" and parallel_size not in (None, sharing):
         raise ValueError(
-            f"Found {set_here}={asked}; expected null or {sharing}, the number of processes that sample "
+            f"Found {key}={parallel_size}; expected null or {sharing}, the number of processes that sample "
             "from this model here."
         )
     return arguments | rollout.vllm.engine_args
@@ -237,8 +284,10 @@ def _vllm_arguments(
 def _vllm_apart(
     rollout: Rollout, model_config: PretrainedConfig, arguments: dict[str, Any], request: EngineRequest
 ) -> RolloutEngine:
-    """Rank 0 starts the servers, if any are to be started; all ranks use them, and bring them the weights. On
-    GPUs with Ray they go wherever the cluster has free ones; else to those of this machine.
+    """Build the engine on vLLM servers, which rank 0 starts if the configuration names none.
+
+    All ranks use the servers and send them weights. On GPUs with Ray the servers go wherever the cluster has
+    free GPUs, otherwise to those of this machine.
     """
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
     from verl.workers.rollout.vllm.server import VllmServers
@@ -261,13 +310,13 @@ def _vllm_apart(
                     devices = other_devices(request.device)
                     servers = VllmServers(arguments, vllm.num_servers, python, devices)
             except (ValueError, RuntimeError, OSError) as error:
-                problem = error  # the other ranks wait to hear of it
+                problem = error  # the other ranks wait for the broadcast and have to learn of it
         urls = servers.urls if servers else []
         if request.world_size > 1:
             from_rank_0: list[Any] = [urls, problem]
             dist.broadcast_object_list(from_rank_0, src=0)
             urls, problem = from_rank_0
-        if problem is not None:  # on every rank: whichever is heard first says why
+        if problem is not None:  # raised on every rank, so that the first one to be reported has the reason
             raise problem
     backend = "nccl" if request.device.type == "cuda" else "gloo"
     return RemoteVllmEngine(
@@ -275,7 +324,7 @@ def _vllm_apart(
         max_model_len=request.max_model_len,
         vocab_size=model_config.get_text_config().vocab_size,
         sender=WeightSender(backend, request.device, request.dtype),
-        servers=servers,  # which it ends, also where it can't start
+        servers=servers,  # the engine ends them, also if it can't start
         rank=request.rank,
         world_size=request.world_size,
         max_requests=max(rollout.max_num_seqs, request.num_rows),
@@ -283,9 +332,9 @@ def _vllm_apart(
 
 
 def other_devices(device: torch.device) -> list[str] | None:
-    """The CUDA devices that this process sees and does not train on; None on CPU."""
+    """Return the CUDA devices that this process sees and does not train on, or None on CPU."""
     if device.type == "cpu":
         return None
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = shown.split(",") if shown else [str(i) for i in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     return [name for index, name in enumerate(names) if index != device.index]

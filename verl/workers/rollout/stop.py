@@ -1,10 +1,11 @@
-"""Stop strings on token boundaries: when does a sampled token complete `</search>`?
+"""Stop strings on token boundaries.
 
+This module answers when a sampled token completes a stop string such as `</search>`.
 A tokenizer merges freely, so a stop string may be spread over tokens ("</", "search", ">"), and its end may
 lie inside a token (">\\n\\n"). `StopCondition` turns each token into its bytes once. `candidate_ids` are the
-tokens that can hold the last byte of a stop string, so for nearly all sampled tokens the check is one lookup;
-for the few others `match` looks at the bytes of the tail. The completing token is kept whole: cutting it
-would leave ids that were never sampled.
+tokens that can hold the last byte of a stop string, so for nearly all sampled tokens the check is one lookup.
+For the few others `match` looks at the bytes of the last tokens. The completing token is kept whole, because
+cutting it would leave ids that were never sampled.
 """
 
 from __future__ import annotations
@@ -19,11 +20,23 @@ _BYTE_LEVEL_SPACE = "\u0120"
 
 
 class StopCondition:
-    """A set of stop strings for one tokenizer. candidate_ids: the tokens that can complete one."""
+    """A set of stop strings for one tokenizer.
+
+    Attributes:
+        strings: The stop strings, each of them once.
+        candidate_ids: The tokens that can complete a stop string.
+    """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], pieces: list[bytes] | None = None) -> None:
-        """Build from a Hugging Face tokenizer. pieces: its `token_bytes`, where they are known already.
-        ValueError if there is no string, or an empty one.
+        """Build the condition.
+
+        Args:
+            tokenizer: A Hugging Face tokenizer.
+            strings: The stop strings.
+            pieces: The tokenizer's `token_bytes`, if you have them already.
+
+        Raises:
+            ValueError: If there is no string, or an empty one.
         """
         if isinstance(strings, str) or not strings or not all(strings):
             raise ValueError(
@@ -33,19 +46,19 @@ class StopCondition:
         self._targets = [(string, string.encode("utf-8")) for string in self.strings]
         self._pieces = token_bytes(tokenizer) if pieces is None else pieces
         heads = tuple({target[start:] for _, target in self._targets for start in range(len(target))})
-        whole = tuple(target for _, target in self._targets)
+        targets = tuple(target for _, target in self._targets)
         self.candidate_ids = frozenset(
             token_id
             for token_id, piece in enumerate(self._pieces)
-            if piece.startswith(heads) or any(target in piece for target in whole)
+            if piece.startswith(heads) or any(target in piece for target in targets)
         )
-        self._reach = max(len(target) for target in whole) - 1
+        self._reach = max(len(target) for target in targets) - 1
 
     def match(self, token_ids_tail: Sequence[int]) -> str | None:
-        """The stop string that the last token completes, or None.
+        """Return the stop string that the last token completes, or None.
 
         Of several matches the one that ends first wins, then the longest. Ids that the tokenizer doesn't know
-        (a padded vocabulary) have no bytes.
+        (of a padded vocabulary) have no bytes.
         """
         if not token_ids_tail or token_ids_tail[-1] not in self.candidate_ids:
             return None
@@ -56,24 +69,24 @@ class StopCondition:
                 break
             before = self._piece(token_id) + before
         text = before + last
-        found: tuple[int, int, str] | None = None
+        best: tuple[int, int, str] | None = None
         for string, target in self._targets:
             start = text.find(target, max(0, len(before) - len(target) + 1))
             if start >= 0:
                 key = (start + len(target), -len(target), string)
-                found = key if found is None else min(found, key)
-        return found[2] if found else None
+                best = key if best is None else min(best, key)
+        return best[2] if best else None
 
     def settled_length(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens of an unfinished turn don't end within a stop string that may be under way.
+        """Return how many leading tokens of an unfinished turn end outside of any stop string.
 
-        A turn that is gone on with from there, by an engine that has not seen these tokens being sampled, can
-        complete a stop string only with tokens of its own.
+        The tokens after them may be the beginning of a stop string. An engine that has not seen the leading
+        tokens being sampled, and goes on from there, can complete a stop string only with tokens of its own.
         """
         for length in range(len(token_ids), 0, -1):
             tail = b"".join(map(self._piece, token_ids[max(0, length - self._reach) : length]))
-            begun = (target[:end] for _, target in self._targets for end in range(1, len(target)))
-            if not tail.endswith(tuple(begun)):
+            beginnings = (target[:end] for _, target in self._targets for end in range(1, len(target)))
+            if not tail.endswith(tuple(beginnings)):
                 return length
         return 0
 
@@ -82,10 +95,10 @@ class StopCondition:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """The bytes that each token id adds to a text, as a list over the tokenizer's ids (b"" for a gap).
+    """Return the bytes that each token id adds to a text, as a list over the tokenizer's ids (b"" for a gap).
 
     Byte-level vocabularies (GPT-2, Qwen, Llama 3) and SentencePiece ones (Llama 2, Mistral) are read
-    directly; any other is asked to decode each token behind another one.
+    directly. Any other tokenizer is asked to decode each token after another one.
     """
     vocab: dict[str, int] = tokenizer.get_vocab()
     added = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
@@ -116,7 +129,10 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each of the 256 bytes: printable Latin-1 is itself, the rest moves."""
+    """Return GPT-2's printable stand-ins for the 256 bytes, as character -> byte.
+
+    Printable Latin-1 characters stand for themselves, and the other bytes are moved to characters above them.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A rollout engine of our own: continuous batching in plain torch, on the policy's own weights."""
+"""Our own rollout engine: continuous batching in plain torch, on the policy's own weights."""
 
 from verl.workers.rollout.native.native_engine import NativeEngine
 

@@ -1,11 +1,11 @@
 """The decoder architectures that the engine runs, read from a Hugging Face config into one `ModelSpec`.
 
-Qwen2, Qwen3, Llama, Mistral and Gemma 3 (text) are one decoder (RMSNorm, rotary positions, grouped
-query heads, gated MLP). They differ in biases, in the norm on query and key heads and in sliding windows;
-Gemma also scales its embeddings and its norms by (1 + weight), norms what each half of a layer gives back,
-and has other rotary frequencies in its windowed layers. `ModelSpec` holds
-those choices and names the parameters as Hugging Face does; `rotary_tables` makes the positions;
-`collect_weights` checks the parameters that come.
+Qwen2, Qwen3, Llama, Mistral and Gemma 3 (text) are one decoder (RMSNorm, rotary positions, grouped query
+heads, gated MLP). They differ in biases, in the norm on query and key heads and in sliding windows. Gemma
+also scales its embeddings, multiplies in its norms by (1 + weight), norms the output of each half of a layer,
+and has other rotary frequencies in its windowed layers. `ModelSpec` holds those choices and names the
+parameters as Hugging Face does. `rotary_tables` makes the tables of positions. `collect_weights` checks the
+parameters that arrive.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and choices of one decoder.
+    """The sizes and choices of one decoder.
 
     Attributes:
-        windows: per layer, positions that a token sees, itself included (None = all).
-        rope_kinds: per layer, the config's name for its rotary frequencies (None = there is one set).
-        scale: of query-key products.
-        embedding_scale: factor on embeddings (1 = none).
-        norm_offset: norms multiply with (1 + weight).
-        sandwich_norms: attention and MLP outputs are normed before they join the residual stream.
+        windows: For each layer, the number of positions that a token sees, itself included (None = all).
+        rope_kinds: For each layer, the config's name for its rotary frequencies (None = there is one set).
+        scale: Factor on query-key products.
+        embedding_scale: Factor on embeddings (1 = none).
+        norm_offset: Whether norms multiply by (1 + weight).
+        sandwich_norms: Whether attention and MLP outputs are normed before they join the residual stream.
     """
 
     num_layers: int
@@ -62,7 +62,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelSpec:
-        """Read a transformers config. ValueError for a model that the engine does not run."""
+        """Read a transformers config. Raises ValueError for a model that the engine does not run."""
         config = text_config(config)
         kind = config.model_type
         gemma = kind == "gemma3_text"
@@ -103,13 +103,16 @@ class ModelSpec:
 
     @property
     def mlp_norm(self) -> str:
-        """Name of the norm before the MLP; Gemma has the other models' name for the one after attention."""
+        """Return the name of the norm before the MLP.
+
+        Gemma uses the other models' name for the norm after attention.
+        """
         return f"{'pre_feedforward' if self.sandwich_norms else 'post_attention'}_layernorm.weight"
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameters of one layer: name after "model.layers.N." -> shape."""
+        """Return the shapes of one layer's parameters, by their names after "model.layers.N."."""
         hidden = self.hidden_size
-        inner = self.intermediate_size
+        intermediate = self.intermediate_size
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
@@ -119,9 +122,9 @@ class ModelSpec:
             "self_attn.k_proj.weight": (kv_size, hidden),
             "self_attn.v_proj.weight": (kv_size, hidden),
             "self_attn.o_proj.weight": (hidden, q_size),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
+            "mlp.gate_proj.weight": (intermediate, hidden),
+            "mlp.up_proj.weight": (intermediate, hidden),
+            "mlp.down_proj.weight": (hidden, intermediate),
         }
         if self.sandwich_norms:
             shapes |= {f"{name}_feedforward_layernorm.weight": (hidden,) for name in ("pre", "post")}
@@ -133,7 +136,10 @@ class ModelSpec:
         return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """All parameters by Hugging Face name -> shape; no "lm_head.weight" when embeddings are tied."""
+        """Return the shapes of all parameters by their Hugging Face names.
+
+        There is no "lm_head.weight" when embeddings are tied.
+        """
         matrix = self.vocab_size, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": matrix}
         shapes["model.norm.weight"] = (self.hidden_size,)
@@ -145,14 +151,20 @@ class ModelSpec:
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The language model's config (Gemma 3's multimodal one holds it). ValueError if it is not supported."""
+    """Return the language model's config, which Gemma 3's multimodal config contains.
+
+    Raises ValueError if the model is not supported.
+    """
     if config.model_type not in SUPPORTED:
         raise _unsupported(f"no model_type {config.model_type!r}; it runs {', '.join(SUPPORTED)}")
     return config.text_config if config.model_type == "gemma3" else config
 
 
 def text_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The language model's, of those of Gemma 3's multimodal model, by the names that it has alone."""
+    """Yield the language model's weights out of those of Gemma 3's multimodal model.
+
+    The names are those that the language model has by itself.
+    """
     for name, tensor in weights:
         if not name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
             yield name.replace("model.language_model.", "model.", 1), tensor
@@ -172,10 +184,16 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
 def rotary_tables(
     config: PretrainedConfig, spec: ModelSpec, max_model_len: int
 ) -> dict[str | None, tuple[Tensor, Tensor]]:
-    """Per kind in `spec.rope_kinds`: cos and sin of every position, float32 [max_model_len, head_dim // 2].
+    """Return cos and sin of every position, for each kind in `spec.rope_kinds`.
 
-    Channels i and i + head_dim // 2 of a head turn by the same angle. ValueError for frequencies that depend
-    on the running length, where `max_model_len` is long enough for it to matter.
+    Channels i and i + head_dim // 2 of a head turn by the same angle.
+
+    Returns:
+        Kind -> (cos, sin), each float32 [max_model_len, head_dim // 2].
+
+    Raises:
+        ValueError: If the frequencies depend on the running length and `max_model_len` is long enough for it
+            to matter.
     """
     config = text_config(config)
     tables = {}
@@ -196,9 +214,10 @@ def _rope(config: PretrainedConfig, kind: str | None) -> dict[str, Any]:
 
 
 def _frequencies(config: PretrainedConfig, head_dim: int, kind: str | None) -> tuple[Tensor, float]:
-    """Angle per position, float32 [head_dim // 2], and the factor on cos and sin.
+    """Return the angle per position, float32 [head_dim // 2], and the factor on cos and sin.
 
-    Scaled variants come from transformers' own formulas. ValueError for one that the engine does not have.
+    Scaled variants come from transformers' own formulas. Raises ValueError for a variant that the engine does
+    not have.
     """
     rope = _rope(config, kind)
     rope_type = rope["rope_type"]
@@ -207,11 +226,13 @@ def _frequencies(config: PretrainedConfig, head_dim: int, kind: str | None) -> t
     if rope_type == "default":
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         return 1.0 / (rope["rope_theta"] ** exponent), 1.0
-    chosen = {} if kind is None else {"layer_type": kind}
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **chosen)
+    layer_choice = {} if kind is None else {"layer_type": kind}
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **layer_choice)
     if inv_freq.numel() * 2 != head_dim:
-        covered = inv_freq.numel() * 2
-        raise _unsupported(f"no rotary embedding of {covered} of {head_dim} channels of a head, only of all")
+        num_channels = inv_freq.numel() * 2
+        raise _unsupported(
+            f"no rotary embedding of {num_channels} of {head_dim} channels of a head, only of all"
+        )
     return inv_freq.float(), scaling
 
 
@@ -223,7 +244,15 @@ def _unsupported(what: str) -> ValueError:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All parameters; `layers` by their names after "model.layers.N.": [out, in] matrices, norms, biases."""
+    """All parameters of a model.
+
+    Attributes:
+        embedding: The embedding matrix.
+        layers: The parameters of each layer by their names after "model.layers.N.": [out, in] matrices, norms
+            and biases.
+        norm: The weight of the final norm.
+        lm_head: The matrix of the head, which is the embedding's when embeddings are tied.
+    """
 
     embedding: Tensor
     layers: list[dict[str, Tensor]]
@@ -235,22 +264,28 @@ class ModelWeights:
 def collect_weights(
     spec: ModelSpec, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelWeights, int]:
-    """One full set of parameters, and the bytes of those that had to be cast.
+    """Collect one full set of parameters.
 
-    Parameters that have the engine's dtype and device are used as they are: on CUDA a colocated engine then
+    Parameters that have the engine's dtype and device are used as they are. A colocated engine on CUDA then
     costs no memory, and sees an optimizer step at once (its KV state does not). On CPU `CpuModel` packs
-    copies of what it gets. ValueError for unknown, missing or wrongly shaped ones.
+    copies of the parameters.
+
+    Returns:
+        The weights, and the number of bytes of those that had to be cast.
+
+    Raises:
+        ValueError: If parameters are unknown, missing or wrongly shaped.
     """
-    taken: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in checked_weights(weights, spec.parameter_shapes()):
-        taken[name] = tensor.to(device, dtype)
+        tensors[name] = tensor.to(device, dtype)
         if tensor.dtype != dtype or tensor.device != device:
-            num_bytes += taken[name].nbytes
+            num_bytes += tensors[name].nbytes
     layers = [
-        {name: taken[f"model.layers.{layer}.{name}"] for name in spec.layer_shapes()}
+        {name: tensors[f"model.layers.{layer}.{name}"] for name in spec.layer_shapes()}
         for layer in range(spec.num_layers)
     ]
-    embedding = taken["model.embed_tokens.weight"]
-    norm = taken["model.norm.weight"]
-    return ModelWeights(embedding, layers, norm, taken.get(TIED_HEAD, embedding)), num_bytes
+    embedding = tensors["model.embed_tokens.weight"]
+    norm = tensors["model.norm.weight"]
+    return ModelWeights(embedding, layers, norm, tensors.get(TIED_HEAD, embedding)), num_bytes

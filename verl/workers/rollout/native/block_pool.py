@@ -1,14 +1,15 @@
-"""Which blocks of the KV pool are in use, by how many sequences, and what their contents are.
+"""The pool of KV blocks: which are in use, by how many sequences, and what their contents are.
 
     take -> [in use, counted] <- share (one more sequence reads it)
                 |  release, count 0
                 v
              [free, contents still known] -- share: in use again -- or take: forgotten, filled anew
 
-A block can be published under its contents: its tokens and the block before it. So a sequence that starts
-with the same tokens finds it (prefix sharing), also after its last user let go of it, until the space is
-needed. The first positions of a block may be published too (the end of a prompt): those are found to be
-copied. Only numbers are kept here; the tensors belong to the model runner.
+A block can be published under its contents, which are its tokens and the block before it. A sequence that
+starts with the same tokens then finds it (prefix sharing). It finds the block even after its last user let go
+of it, until the space is needed. The first positions of a block may be published too (the end of a prompt).
+Such a block is found in order to be copied. Only numbers are kept here, as the tensors belong to the model
+runner.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ROOT = 0  # the content number before a sequence's first block
 
 
 class KnownBlock(NamedTuple):
-    """A block with the contents that were looked for, and the number of these contents."""
+    """A block that holds the requested contents, and the number of these contents."""
 
     block: int
     content: int
@@ -29,16 +30,18 @@ class KnownBlock(NamedTuple):
 
 class _Entry(NamedTuple):
     content: int
-    blocks: dict[int, None]  # an ordered set: all that have these contents
+    blocks: dict[int, None]  # an ordered set of the blocks that have these contents
 
 
 class BlockPool:
-    """Reference counts, free blocks (least recently used first) and the index of contents, which are compared
-    as they are, not by a hash.
+    """The reference counts, free blocks (least recently used first) and index of contents.
 
-    Blocks that were never used come last, so that memory which is only touched when used follows the highest
-    number of blocks in use. num_blocks: size of the pool. num_touched: blocks that were ever in use since the
-    last `clear`.
+    Contents are compared as they are, not by a hash. Blocks that were never used are taken last. Memory that
+    is only touched when it is used then follows the highest number of blocks in use.
+
+    Attributes:
+        num_blocks: The size of the pool.
+        num_touched: Number of blocks that were ever in use since the last `clear`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -47,7 +50,7 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: all blocks are free, and as if never used."""
+        """Forget everything. All blocks are free, and as if never used."""
         self.num_touched = 0
         self._counts = [0] * self.num_blocks
         self._free: OrderedDict[int, None] = OrderedDict()
@@ -55,7 +58,7 @@ class BlockPool:
         self._keys: dict[int, list[tuple[int, bytes]]] = {}
 
     def forget_contents(self) -> None:
-        """Let no block be found any more by what it holds; those in use stay in use."""
+        """Forget what the blocks hold, so that none is found any more. Blocks in use stay in use."""
         self._index.clear()
         self._keys.clear()
 
@@ -68,7 +71,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks for one sequence alone; what they held is forgotten."""
+        """Take `count` blocks for one sequence alone. What they held is forgotten."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
         blocks = []
         for _ in range(count):
@@ -83,14 +86,17 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more sequence holds these blocks; free ones are in use again."""
+        """Count one more sequence that holds these blocks. Free ones are in use again."""
         for block in blocks:
             if not self._counts[block]:
                 del self._free[block]
             self._counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One sequence less holds these blocks; what nobody holds is free, the last of them first."""
+        """Count one sequence less that holds these blocks.
+
+        Blocks that nobody holds any more become free, the last ones first.
+        """
         for block in reversed(blocks):
             assert self._counts[block] > 0, f"block {block} was free already"
             self._counts[block] -= 1
@@ -100,9 +106,16 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, before: int, tokens: bytes) -> int:
-        """Let others find a block by what it holds: `tokens` of its first positions, as bytes (4 each),
-        computed, or to be by the time they are read, after content number `before` (`ROOT` for the first
-        block). Returns the number of these contents, the same for all blocks that hold the same.
+        """Let others find a block by its contents.
+
+        Args:
+            block: The block.
+            before: The number of the contents before the block (`ROOT` for the first block).
+            tokens: The tokens of its first positions, as bytes (4 each). Their KV state is computed, or will
+                be by the time it is read.
+
+        Returns:
+            The number of these contents, the same for all blocks that hold the same.
         """
         key = (before, tokens)
         entry = self._index.get(key)
@@ -115,7 +128,7 @@ class BlockPool:
         return entry.content
 
     def find(self, before: int, tokens: bytes) -> KnownBlock | None:
-        """A block whose first positions hold `tokens`, after contents `before`."""
+        """Return a block whose first positions hold `tokens`, after contents `before`, or None."""
         entry = self._index.get((before, tokens))
         return None if entry is None else KnownBlock(next(iter(entry.blocks)), entry.content)
 

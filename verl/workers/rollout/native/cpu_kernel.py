@@ -1,11 +1,12 @@
-"""What stands between the matrix products of a decoder on CPU: norms, rotation, attention, activation.
+"""The kernels between the matrix products of a decoder on CPU: norms, rotation, attention, activation.
 
 Each kernel is one pass over its rows, compiled by numba, where torch would take five to twenty small
-operations; for a few sequences of a small model those cost more than the products. Every kernel works on rows
+operations. For a few sequences of a small model those cost more than the products. Every kernel works on rows
 `first` to `last`, touches nothing else and holds no lock, so that rows can be shared out to threads.
 
-Numbers are float32 inside. A bfloat16 tensor comes as its uint16 bits: a shift makes it float32, rounding to
-nearest even makes it bfloat16 again. Sums may be reordered (for vector units); NaN and infinity are honoured.
+Numbers are float32 inside. A bfloat16 tensor is passed as its uint16 bits. A shift makes it float32, and
+rounding to nearest even makes it bfloat16 again. Sums may be reordered (for vector units). NaN and infinity
+are honoured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2_HIGH = np.float32(0.693359375)
 _LN_2_LOW = np.float32(-2.12194440e-4)
-_EXP_FLOOR = np.float32(-87.0)  # below it exp is 0 for us
+_EXP_FLOOR = np.float32(-87.0)  # below it exp is taken as 0
 _P0 = np.float32(1.9875691500e-4)
 _P1 = np.float32(1.3981999507e-3)
 _P2 = np.float32(8.3334519073e-3)
@@ -60,13 +61,16 @@ def _compiled(function: Callable[..., Any], fastmath: set[str]) -> Callable[...,
         return numba.njit(**options)(function)
 
 
-# Neither assumes that there is no NaN or infinity: broken weights must show.
+# Neither of these assumes that there is no NaN or infinity, because broken weights must show.
 jit = partial(_compiled, fastmath={"reassoc", "contract", "arcp", "nsz"})
 _exactly = partial(_compiled, fastmath={"contract", "nsz"})
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """A CPU tensor's memory as a kernel takes it: float32, int64, ... as it is, bfloat16 as uint16 bits."""
+    """Return a CPU tensor's memory as a kernel takes it.
+
+    bfloat16 is returned as uint16 bits, and all other dtypes (float32, int64, ...) as they are.
+    """
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
@@ -84,22 +88,22 @@ def share_rows(kernel: Callable[..., None], num_rows: int, *arguments: Any) -> N
     if threads < 2:
         kernel(0, num_rows, *arguments)
         return
-    ends = [num_rows * part // threads for part in range(threads + 1)]
+    ends = [num_rows * thread // threads for thread in range(threads + 1)]
     pool = _threads(threads - 1)
-    others = [
+    pending = [
         pool.submit(kernel, first, last, *arguments) for first, last in zip(ends[1:], ends[2:], strict=False)
     ]
     kernel(0, ends[1], *arguments)
-    for other in others:
-        other.result()
+    for future in pending:
+        future.result()
 
 
 def load(x):
-    """A stored number as float32: itself, or bfloat16 bits widened."""
+    """Return a stored number as float32: itself, or bfloat16 bits widened."""
 
 
 def store(x, like):
-    """A float32 as it is stored in an array that holds `like`."""
+    """Return a float32 as it is stored in an array that holds `like`."""
 
 
 @overload(load, inline="always")
@@ -154,7 +158,7 @@ def _gelu_tanh(x):
 
 @jit
 def embed(first, last, token_ids, embedding, scale, x):
-    """x [T, hidden] float32 = rows `token_ids` of embedding [vocab, hidden], times scale."""
+    """Set x [T, hidden] float32 to the rows `token_ids` of embedding [vocab, hidden], times scale."""
     for row in range(first, last):
         token = token_ids[row]
         for i in range(x.shape[1]):
@@ -171,7 +175,7 @@ def _inverse_rms(x, row, eps):
 
 @jit
 def norm(first, last, x, weight, eps, normed):
-    """normed [T, hidden] = RMS norm of x (Zhang and Sennrich, 2019), float32 in."""
+    """Set normed [T, hidden] to the RMS norm of x (Zhang and Sennrich, 2019), float32 in."""
     for row in range(first, last):
         factor = _inverse_rms(x, row, eps)
         for i in range(x.shape[1]):
@@ -180,7 +184,7 @@ def norm(first, last, x, weight, eps, normed):
 
 @jit
 def add_norm(first, last, x, delta, weight, eps, normed):
-    """x [T, hidden] float32 += delta; normed = RMS norm of x."""
+    """Add delta to x [T, hidden] float32, and set normed to the RMS norm of x."""
     for row in range(first, last):
         total = _ZERO
         for i in range(x.shape[1]):
@@ -194,7 +198,7 @@ def add_norm(first, last, x, delta, weight, eps, normed):
 
 @jit
 def norm_add_norm(first, last, x, delta, delta_weight, weight, eps, normed):
-    """x += RMS norm of delta; normed = RMS norm of x."""
+    """Add the RMS norm of delta to x, and set normed to the RMS norm of x."""
     for row in range(first, last):
         factor = _inverse_rms(delta, row, eps)
         total = _ZERO
@@ -209,22 +213,22 @@ def norm_add_norm(first, last, x, delta, delta_weight, weight, eps, normed):
 
 @jit
 def gate(first, last, gate_up, activation, out):
-    """out [T, I] = activation(gate_up[:, :I]) * gate_up[:, I:]."""
-    inner = out.shape[1]
+    """Set out [T, I] to activation(gate_up[:, :I]) * gate_up[:, I:]."""
+    width = out.shape[1]
     for row in range(first, last):
-        gates = gate_up[row, :inner]
-        ups = gate_up[row, inner:]
+        gates = gate_up[row, :width]
+        ups = gate_up[row, width:]
         if activation == SILU:
-            for i in range(inner):
+            for i in range(width):
                 out[row, i] = store(_silu(load(gates[i])) * load(ups[i]), out[row, i])
         else:
-            for i in range(inner):
+            for i in range(width):
                 out[row, i] = store(_gelu_tanh(load(gates[i])) * load(ups[i]), out[row, i])
 
 
 @jit
 def _turn(qkv, row, head, weight, eps, cos, sin, position):
-    """One head in place: RMS norm if there is a weight, then rotation (Su et al., 2021)."""
+    """Norm one head in place if there is a weight (RMS norm), then rotate it (Su et al., 2021)."""
     half = cos.shape[1]
     factor = _ONE
     if weight.shape[0] > 0:
@@ -252,8 +256,20 @@ def turn_and_keep(
 ):
     """Norm and rotate queries and keys in place, and put keys and values into the pool.
 
-    qkv [T, num_heads + 2 * num_kv_heads, head_dim]; q_norm, k_norm float32 [head_dim] or [0]; cos, sin
-    float32 [positions, head_dim // 2]; keys, values: flat pool [places, num_kv_heads, head_dim].
+    Args:
+        first: The first row.
+        last: The row after the last one.
+        qkv: [T, num_heads + 2 * num_kv_heads, head_dim].
+        positions: int64 [T], positions of the tokens in their sequences.
+        places: int64 [T], where in the pool each token's keys and values go.
+        num_heads: Number of query heads.
+        q_norm: float32 [head_dim], or [0] if there is no norm.
+        k_norm: float32 [head_dim], or [0] if there is no norm.
+        eps: The epsilon of the norms.
+        cos: float32 [positions, head_dim // 2].
+        sin: float32 [positions, head_dim // 2].
+        keys: Flat pool [places, num_kv_heads, head_dim].
+        values: Flat pool [places, num_kv_heads, head_dim].
     """
     num_kv_heads = keys.shape[1]
     for row in range(first, last):
@@ -270,20 +286,31 @@ def turn_and_keep(
 
 @jit
 def attend(first, last, qkv, num_heads, keys, values, tables, lengths, block_size, scale, window, out):
-    """Decode attention: one query per row over the row's blocks, read where they lie.
+    """Compute decode attention: one query per row over the row's blocks, read where they lie in the pool.
 
-    qkv [T, num_heads + 2 * num_kv_heads, head_dim], rotated; keys, values: flat pool [places, num_kv_heads,
-    head_dim]; tables int32 [D, M]; lengths int64 [D]; out [T, num_heads, head_dim].
+    Args:
+        first: The first row.
+        last: The row after the last one.
+        qkv: [T, num_heads + 2 * num_kv_heads, head_dim], rotated.
+        num_heads: Number of query heads.
+        keys: Flat pool [places, num_kv_heads, head_dim].
+        values: Flat pool [places, num_kv_heads, head_dim].
+        tables: int32 [D, M], the blocks of each row.
+        lengths: int64 [D], positions to attend to.
+        block_size: Number of positions of a block.
+        scale: Factor on query-key products.
+        window: Number of positions that a token sees, itself included.
+        out: [T, num_heads, head_dim], the result.
     """
     num_kv_heads = keys.shape[1]
     head_dim = keys.shape[2]
     group = num_heads // num_kv_heads
     query = np.empty((num_heads, head_dim), dtype=np.float32)
     result = np.empty((num_heads, head_dim), dtype=np.float32)
-    most = 0
+    longest = 0
     for row in range(first, last):
-        most = max(most, min(lengths[row], window))
-    weights = np.empty((num_heads, most), dtype=np.float32)
+        longest = max(longest, min(lengths[row], window))
+    weights = np.empty((num_heads, longest), dtype=np.float32)
     for row in range(first, last):
         start = max(0, lengths[row] - window)
         for head in range(num_heads):
@@ -313,7 +340,7 @@ def attend(first, last, qkv, num_heads, keys, values, tables, lengths, block_siz
 
 @jit
 def _block_scores(query, keys, first, last, weights, column, group):
-    """weights[head, column + n] = query[head] . keys[first + n] for the places first to last."""
+    """Set weights[head, column + n] to query[head] . keys[first + n] for the places first to last."""
     for place in range(first, last):
         for kv_head in range(keys.shape[1]):
             for head in range(kv_head * group, (kv_head + 1) * group):
@@ -325,7 +352,10 @@ def _block_scores(query, keys, first, last, weights, column, group):
 
 @jit
 def _block_sums(result, values, first, last, weights, column, group):
-    """result[head] += sum of weights[head, column + n] * values[first + n] over the places first to last."""
+    """Add the sum of weights[head, column + n] * values[first + n] to result[head].
+
+    The sum runs over the places first to last.
+    """
     place = first
     while place + 4 <= last:
         n = column + place - first

@@ -1,12 +1,12 @@
-"""The decoder on CPU: packed matrices for oneDNN, one compiled kernel between two of them.
+"""The decoder on CPU: packed matrices for oneDNN, and one compiled kernel between two of them.
 
     x += delta, norm | qkv product | norm heads, rotate, keep in the pool | attend | output product
     x += delta, norm | gate and up product | activation | down product            (then the next layer)
 
 The residual stream x is float32 in both dtypes. oneDNN compiles a product for each number of rows that it
-meets (0.3 to 2 ms), so rows are padded to few numbers. Weights are packed once per update: q, k and v in one
-matrix, gate and up in one, each in the blocked layout of oneDNN's products. The packed copies are snapshots:
-what the owner does to its parameters shows with the next update.
+meets (0.3 to 2 ms), so rows are padded to few different numbers. Weights are packed once per update: q, k and
+v in one matrix, gate and up in one, each in the blocked layout of oneDNN's products. The packed copies are
+snapshots. What the owner does to its parameters shows with the next update.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ from verl.workers.rollout.sampler import SamplingRows
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
-_TYPICAL_ROWS = 64  # oneDNN chooses the layout for this many; it runs any number
-_STEPS = ((64, 4), (128, 8), (256, 16), (1024, 64))  # up to so many rows, in multiples of so many
+_TYPICAL_ROWS = 64  # oneDNN chooses the layout for this many rows, and runs any number
+# Up to the first number of rows, rows are padded to a multiple of the second number.
+_STEPS = ((64, 4), (128, 8), (256, 16), (1024, 64))
 _LARGE_STEP = 256
 
 
 def padded(num_rows: int) -> int:
-    """The number of rows that products run with: 72 different ones up to 8,192."""
-    step = next((step for most, step in _STEPS if num_rows <= most), _LARGE_STEP)
+    """Return the number of rows that products run with, of which there are 72 different ones up to 8,192."""
+    step = next((step for max_rows, step in _STEPS if num_rows <= max_rows), _LARGE_STEP)
     return -(-num_rows // step) * step
 
 
 class Product:
-    """x [T, in] -> x @ weight.T + bias [T, out], the weight copied and, where oneDNN can, packed."""
+    """The product x [T, in] -> x @ weight.T + bias [T, out].
+
+    The weight is copied and, where oneDNN can, packed.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = None if bias is None else bias.clone()
@@ -60,7 +64,7 @@ class Product:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """True if this build of torch and this processor have oneDNN's products for the dtype."""
+    """Return True if this build of torch and this processor have oneDNN's products for the dtype."""
     available = torch.backends.mkldnn.is_available() and (
         dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
@@ -71,7 +75,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """One layer as the kernels take it; norms are float32 arrays, empty where the model has none."""
+    """One layer as the kernels take it.
+
+    Norms are float32 arrays, empty where the model has none.
+    """
 
     attn_norm: np.ndarray
     attn_out_norm: np.ndarray
@@ -86,12 +93,18 @@ class PackedLayer:
 
 
 class CpuModel:
-    """Forward pass and sampling over paged pools on CPU, in float32 or bfloat16."""
+    """The forward pass and sampling over paged pools on CPU, in float32 or bfloat16."""
 
     def __init__(
         self, spec: ModelSpec, tables: dict[str | None, tuple[Tensor, Tensor]], block_size: int
     ) -> None:
-        """tables: from `rotary_tables`."""
+        """Create a model without weights and pools.
+
+        Args:
+            spec: The sizes and choices of the decoder.
+            tables: The result of `rotary_tables`.
+            block_size: Number of positions of a block.
+        """
         self._spec = spec
         self._tables = {kind: (cos.numpy(), sin.numpy()) for kind, (cos, sin) in tables.items()}
         self._block_size = block_size
@@ -104,7 +117,10 @@ class CpuModel:
     # ---- weights and pools ----
 
     def load(self, weights: ModelWeights) -> int:
-        """Pack a set of weights, whose list of layers is emptied; returns the bytes of the copies."""
+        """Pack a set of weights, whose list of layers is emptied.
+
+        Returns the number of bytes of the copies.
+        """
         self._embedding = weights.embedding.clone()
         # The reference rounds the factor to the dtype of the embeddings.
         self._embedding_scale = np.float32(
@@ -151,7 +167,11 @@ class CpuModel:
     # ---- one step ----
 
     def hidden(self, batch: StepBatch) -> Tensor:
-        """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
+        """Run the layers, fill the pools, and return the hidden states of `batch.out_rows`.
+
+        Returns:
+            The normed hidden states [O, hidden_size].
+        """
         spec = self._spec
         num_rows = len(batch.token_ids)
         dtype = self._embedding.dtype
@@ -160,11 +180,11 @@ class CpuModel:
         embedding = as_array(self._embedding)
         share_rows(cpu_kernel.embed, num_rows, batch.token_ids, embedding, self._embedding_scale, x)
         share_rows(cpu_kernel.norm, num_rows, x, self._layers[0].attn_norm, self._eps, as_array(normed))
-        last = len(self._layers) - 1
+        last_layer = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             attended = self._attention(index, layer, layer.qkv(normed), batch)
-            if index == last and (batch.spans or len(batch.out_rows) < num_rows):
-                # What follows matters only for the rows that are sampled from.
+            if index == last_layer and (batch.spans or len(batch.out_rows) < num_rows):
+                # The remaining operations matter only for the rows that are sampled from.
                 if not len(batch.out_rows):  # oneDNN does not take 0 rows
                     return torch.empty((0, spec.hidden_size), dtype=dtype)
                 x = x[batch.out_rows]
@@ -175,19 +195,19 @@ class CpuModel:
             gate_up = layer.gate_up(normed)
             gated = _with_padding(num_rows, spec.intermediate_size, dtype)
             share_rows(cpu_kernel.gate, num_rows, as_array(gate_up), self._activation, as_array(gated))
-            next_norm = self._final_norm if index == last else self._layers[index + 1].attn_norm
+            next_norm = self._final_norm if index == last_layer else self._layers[index + 1].attn_norm
             self._join(x, layer.down(gated), layer.mlp_out_norm, next_norm, normed)
         return normed[:num_rows]
 
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
+        """Return tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
         assert self._head is not None
         return cpu_sampler.draw(self._head(_taken(hidden, np.arange(len(hidden))))[: len(hidden)], rows)
 
     def _join(
         self, x: np.ndarray, out: Tensor, out_norm: np.ndarray, norm: np.ndarray, normed: Tensor
     ) -> None:
-        """x += out (normed first where the model does that); normed = norm of x."""
+        """Add out to x (normed first where the model does that), and set normed to the norm of x."""
         target = as_array(normed)
         if len(out_norm):
             share_rows(cpu_kernel.norm_add_norm, len(x), x, as_array(out), out_norm, norm, self._eps, target)
@@ -195,7 +215,10 @@ class CpuModel:
             share_rows(cpu_kernel.add_norm, len(x), x, as_array(out), norm, self._eps, target)
 
     def _attention(self, index: int, layer: PackedLayer, qkv: Tensor, batch: StepBatch) -> Tensor:
-        """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads * head_dim]."""
+        """Return attention's output before the output product.
+
+        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads * head_dim].
+        """
         spec = self._spec
         keys, values = self._pools[index]
         key_array = as_array(keys)
@@ -224,7 +247,10 @@ class CpuModel:
     def _prefill(
         self, qkv: Tensor, keys: Tensor, values: Tensor, span: PrefillSpan, window: int | None
     ) -> Tensor:
-        """One span's rows attend to all its sequence has so far: [count, num_heads, head_dim]."""
+        """Let one span's rows attend to all tokens of its sequence so far.
+
+        Returns [count, num_heads, head_dim].
+        """
         spec = self._spec
         end = span.start + span.count
         query = qkv[:, : spec.num_heads]
@@ -257,21 +283,24 @@ class CpuModel:
 
 
 def _with_padding(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[padded(num_rows), width]: the rows uninitialised, the padding 0 (what lies about may be denormal)."""
+    """Return [padded(num_rows), width] with uninitialised rows and a padding of 0.
+
+    Uninitialised padding could hold denormal numbers.
+    """
     buffer = torch.empty((padded(num_rows), width), dtype=dtype)
     buffer[num_rows:] = 0
     return buffer
 
 
 def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
-    """Some rows of x, with padding."""
-    taken = _with_padding(len(rows), x.shape[1], x.dtype)
-    taken[: len(rows)] = x[torch.from_numpy(rows)]
-    return taken
+    """Return some rows of x, with padding."""
+    selected = _with_padding(len(rows), x.shape[1], x.dtype)
+    selected[: len(rows)] = x[torch.from_numpy(rows)]
+    return selected
 
 
 def _joined(layer: dict[str, Tensor], *names: str) -> Product:
-    """Matrices with the same input as one."""
+    """Join matrices with the same input to one product."""
     weights = [layer[f"{name}.weight"] for name in names]
     biases = [layer[f"{name}.bias"] for name in names if f"{name}.bias" in layer]
     return Product(torch.cat(weights), torch.cat(biases) if biases else None)

@@ -4,7 +4,7 @@
                         ^                                                            |
                         +---- Scheduler.finish / park (turn ended) <-----------------+
 
-Log-probs come from the pass that samples. `RolloutEngine` has `open`, `resume` and `close`.
+Log-probs come from the pass that samples. `open`, `resume` and `close` are methods of `RolloutEngine`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ class NativeEngine(RolloutEngine[NativeSession]):
     """The engine for Qwen2, Qwen3, Llama, Mistral and Gemma 3 on CPU or CUDA.
 
     A session whose turn ended gives up its slot at once. Its KV state stays as long as no other session needs
-    the blocks; if it was dropped, it is computed again from the session's tokens when the session is resumed.
+    the blocks. If it was dropped, it is computed again from the session's tokens when the session is resumed.
 
-    The k-th sampled token of a session depends on its seed, k and its own tokens only, not on what runs
-    beside it, nor on preemption.
+    The k-th sampled token of a session depends on its seed, k and its own tokens only. It does not depend on
+    the sessions that run beside it, nor on preemption.
 
-    Weights are packed copies on CPU and the very tensors given to `load_weights` on CUDA (where dtypes
-    agree): after a change in place the owner calls `load_weights` again before it goes on.
+    Weights are packed copies on CPU. On CUDA they are the very tensors given to `load_weights` (where dtypes
+    agree). After a change in place the owner calls `load_weights` again before it goes on.
 
     Attributes:
-        max_num_seqs: sessions that run at a time.
-        num_blocks: of the KV pool.
-        keeps_kv: with new weights sessions go on with the KV state of older ones, which is faster, and what
-            they sample then is of neither policy. False: it is computed again.
+        max_num_seqs: Maximum number of sessions that run at a time.
+        num_blocks: Number of blocks of the KV pool.
+        keeps_kv: Whether sessions go on with the KV state of older weights when new weights are loaded. That
+            is faster, but what they sample then is of neither policy. False means that KV state is computed
+            again.
     """
 
     session_class = NativeSession
@@ -54,13 +55,23 @@ class NativeEngine(RolloutEngine[NativeSession]):
         max_prefill_tokens: int = 8192,
         block_size: int = 32,
     ) -> None:
-        """Takes no memory for KV state before the first step.
+        """Create an engine without weights. It takes no memory for KV state before the first step.
 
-        max_num_seqs: sessions that run side by side. dtype: of compute and KV state; weights of another dtype
-        are cast once per update. kv_budget_bytes: size of the KV pool; None = as much as `max_num_seqs`
-        sequences of full length need (on CPU memory is only taken as it is used). max_prefill_tokens: new
-        tokens in one step beside those of decoding sessions; a longer prompt is computed in several steps.
-        block_size: positions of one KV block.
+        Args:
+            model_config: The model's Hugging Face config.
+            max_num_seqs: Maximum number of sessions that run side by side.
+            max_model_len: Maximum number of tokens of a session.
+            dtype: The dtype of compute and KV state. Weights of another dtype are cast once per update.
+            device: The device that the engine runs on.
+            kv_budget_bytes: The size of the KV pool. None means as much as `max_num_seqs` sequences of full
+                length need (on CPU memory is only taken as it is used).
+            max_prefill_tokens: Maximum number of new tokens in one step, beside those of decoding sessions. A
+                longer prompt is computed in several steps.
+            block_size: Number of positions of one KV block.
+
+        Raises:
+            ValueError: If a size is too small, the budget does not hold one sequence, or the engine does not
+                run the model.
         """
         if max_num_seqs < 1 or max_model_len < 2 or max_prefill_tokens < 1:
             raise ValueError(
@@ -69,14 +80,14 @@ class NativeEngine(RolloutEngine[NativeSession]):
             )
         self._runner = PagedRunner(model_config, dtype, device, block_size, max_model_len)
         super().__init__(max_model_len, self._runner.vocab_size)
-        per_sequence = -(-max_model_len // block_size)
-        self.num_blocks = max_num_seqs * per_sequence
+        num_needed = -(-max_model_len // block_size)
+        self.num_blocks = max_num_seqs * num_needed
         if kv_budget_bytes is not None:
             self.num_blocks = kv_budget_bytes // self._runner.bytes_per_block
-            if self.num_blocks < per_sequence:
+            if self.num_blocks < num_needed:
                 raise ValueError(
                     f"kv_budget_bytes is {kv_budget_bytes:,}, but one sequence of "
-                    f"max_model_len={max_model_len} needs {per_sequence * self._runner.bytes_per_block:,}; "
+                    f"max_model_len={max_model_len} needs {num_needed * self._runner.bytes_per_block:,}; "
                     "raise the budget or lower max_model_len"
                 )
         self.max_num_seqs = max_num_seqs
@@ -100,7 +111,7 @@ class NativeEngine(RolloutEngine[NativeSession]):
     # ---- one step ----
 
     def _advance(self) -> list[Completion]:
-        """Prefill what is new, sample a token for every session that has all its tokens computed.
+        """Prefill what is new, and sample a token for every session that has all its tokens computed.
 
         If the model raises, all KV state is dropped and the sessions stay as they were before the step.
         """
@@ -109,7 +120,7 @@ class NativeEngine(RolloutEngine[NativeSession]):
             self._has_pool = True
         try:
             return self._run() if self._scheduler.has_runnable else []
-        except BaseException:  # whatever it was, also Ctrl-C: what the pool holds is not known any more
+        except BaseException:  # after any error, also Ctrl-C, it is unknown what the pool holds
             self._scheduler.drop_kv()
             raise
 
@@ -135,7 +146,7 @@ class NativeEngine(RolloutEngine[NativeSession]):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self.keeps_kv and self.version >= 0:
-            self._scheduler.pool.forget_contents()  # what begins from now on computes its own
+            self._scheduler.pool.forget_contents()  # sessions that begin from now on compute their own
         else:
             self._scheduler.drop_kv()
         self.version = -1
@@ -143,7 +154,13 @@ class NativeEngine(RolloutEngine[NativeSession]):
         self.version = version
 
     def sleep(self, level: int = 1) -> int:
-        """On CPU only the part of the KV cache that was ever used counts: the rest is no memory."""
+        """Give memory to the trainer, as in `RolloutEngine.sleep`.
+
+        On CPU only that part of the KV cache counts that was ever used, because the rest takes no memory.
+
+        Raises:
+            ValueError: If `level` is neither 1 nor 2.
+        """
         if level not in (1, 2):
             raise ValueError(f"sleep level is {level}; expected 1 (KV cache) or 2 (KV cache and weights)")
         on_cpu = self._runner.device.type == "cpu"
@@ -170,19 +187,20 @@ class NativeEngine(RolloutEngine[NativeSession]):
         self.sleep(2)
 
     def stats(self) -> dict[str, float]:
-        """See `RolloutEngine.stats`; besides `kv_bytes`, those that are held.
+        """Return the figures of `RolloutEngine.stats`, and `kv_bytes` and `evictions`.
 
-        `prefix_hit_tokens` counts all tokens whose KV state was there already when a session was admitted:
-        prompts that others have too, and a session's own after preemption. `evictions` (sum): times that a
-        parked or queued session lost its KV state to others.
+        `kv_bytes` is the number of bytes of the blocks in use. `prefix_hit_tokens` counts all tokens whose KV
+        state already existed when a session was admitted, both prompts that others have too and a session's
+        own tokens after preemption. `evictions` (sum) counts how often a parked or queued session lost its KV
+        state to others.
         """
         scheduler = self._scheduler
-        used = scheduler.pool.num_used
+        num_used = scheduler.pool.num_used
         return super().stats() | {
             "running": float(scheduler.num_running),
             "queued": float(scheduler.num_queued + len(self._full)),
-            "kv_bytes": float(used * self._runner.bytes_per_block),
-            "kv_used_share": used / self.num_blocks,
+            "kv_bytes": float(num_used * self._runner.bytes_per_block),
+            "kv_used_share": num_used / self.num_blocks,
             "prefilled_tokens": float(scheduler.prefilled_tokens),
             "prefix_hit_tokens": float(scheduler.prefix_hit_tokens),
             "preemptions": float(scheduler.preemptions),

@@ -2,8 +2,8 @@
 
     StepBatch (numpy) -> model: hidden states over the pools -> logits -> tokens -> Sampled (numpy)
 
-On CPU in float32 and bfloat16 the model is `CpuModel` (packed matrices, compiled kernels), else `TorchModel`
-(torch operations on the owner's own tensors). That is the only choice made here.
+On CPU in float32 and bfloat16 the model is `CpuModel` (packed matrices, compiled kernels). Elsewhere it is
+`TorchModel` (torch operations on the owner's own tensors). That is the only choice made here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class PagedRunner:
-    """The model of a `NativeEngine`: Qwen2, Qwen3, Llama, Mistral and Gemma 3. Knows no sessions. spec: what
-    was read from the config. bytes_per_block: keys and values of one block in all layers.
+    """The model of a `NativeEngine`: Qwen2, Qwen3, Llama, Mistral and Gemma 3. It knows no sessions.
+
+    Attributes:
+        device: The device that the model runs on.
+        spec: The sizes and choices that were read from the config.
+        vocab_size: The size of the vocabulary.
+        block_size: Number of positions of a block.
+        bytes_per_block: Number of bytes of the keys and values of one block in all layers.
     """
 
     def __init__(
@@ -39,7 +45,11 @@ class PagedRunner:
         block_size: int = 32,
         max_model_len: int = 2048,
     ) -> None:
-        """ValueError for an architecture that it does not run. Positions go from 0 to max_model_len - 1."""
+        """Create a runner without weights and pools.
+
+        Positions go from 0 to max_model_len - 1. Raises ValueError for an architecture that the runner does
+        not run.
+        """
         self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0", as tensors name it
         self.spec = ModelSpec.from_config(model_config)
         self.vocab_size = self.spec.vocab_size
@@ -59,18 +69,21 @@ class PagedRunner:
             )
             self._model = TorchModel(self.spec, tables, block_size, dtype, self.device)
         self._has_weights = False
-        self._own_bytes = 0  # of weights, beyond the owner's
+        self._own_bytes = 0  # bytes of weights that are not the owner's
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the pools, all zeros (what was in them is gone). On CPU memory is touched when it is used."""
+        """Make the pools, all zeros. The contents of older pools are gone.
+
+        On CPU memory is only touched when it is used.
+        """
         shape = (num_blocks, *self._pool_shape)
 
         def pool() -> Tensor:
             if self.device.type != "cpu":
                 return torch.zeros(shape, dtype=self._dtype, device=self.device)
-            # the kernel gives such memory page by page, full of zeros; torch would write all of them here
+            # The kernel hands out such memory page by page, full of zeros. torch would write all zeros now.
             num_bytes = int(np.prod(shape)) * self._dtype.itemsize
             memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return torch.frombuffer(memory, dtype=self._dtype).view(shape)
@@ -79,7 +92,7 @@ class PagedRunner:
         self._model.attach(self._keys, self._values)
 
     def release_cache(self) -> None:
-        """Give the pools' memory back; `allocate` comes before the next step."""
+        """Give the pools' memory back. `allocate` must come before the next step."""
         self._keys = []
         self._values = []
         self._model.attach([], [])
@@ -93,8 +106,8 @@ class PagedRunner:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `RolloutEngine.load_weights`."""
-        first = not self._own_bytes
+        """Take the whole model's weights, as `RolloutEngine.load_weights` does."""
+        is_first = not self._own_bytes
         self._has_weights = False
         if self._is_multimodal:
             weights = text_weights(weights)
@@ -103,12 +116,15 @@ class PagedRunner:
         self._own_bytes = self._model.load(collected)
         if not isinstance(self._model, CpuModel):
             self._own_bytes += cast_bytes
-        elif first:
+        elif is_first:
             logger.info("rollouts hold %.2f GiB of packed weights", self._own_bytes / (1 << 30))
         self._has_weights = True
 
     def release_weights(self) -> int:
-        """Drop every reference to weights; returns the bytes of those that were the runner's own."""
+        """Drop every reference to weights.
+
+        Returns the number of bytes of those that were the runner's own.
+        """
         freed = self._own_bytes
         self._own_bytes = 0
         self._has_weights = False
@@ -117,22 +133,28 @@ class PagedRunner:
         return freed
 
     def _return_memory(self) -> None:
-        """What torch keeps for later allocations goes back to the device, for whoever shares it."""
+        """Return the memory that torch keeps for later allocations to the device, for whoever shares it."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, rows: SamplingRows) -> Sampled:
-        """Run the model, fill the pools, sample. rows: sampling choices of the O entries of `batch.out_rows`,
-        in their order. RuntimeError: no weights, or log-probs not finite.
+        """Run the model, fill the pools and sample.
+
+        Args:
+            batch: The tokens of the step.
+            rows: The sampling choices of the O entries of `batch.out_rows`, in their order.
+
+        Raises:
+            RuntimeError: If there are no weights, or log-probs are not finite.
         """
         if not self._has_weights:
             raise RuntimeError("the model has no weights; call load_weights first")
         hidden = self._model.hidden(batch)
-        most = max(1, MAX_LOGITS // self.vocab_size)
+        max_rows = max(1, MAX_LOGITS // self.vocab_size)
         pieces = [
-            self._model.sample(hidden[first : first + most], rows[first : first + most])
-            for first in range(0, len(batch.out_rows), most)
+            self._model.sample(hidden[first : first + max_rows], rows[first : first + max_rows])
+            for first in range(0, len(batch.out_rows), max_rows)
         ]
         if not pieces:
             return Sampled(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))

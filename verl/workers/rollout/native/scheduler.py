@@ -1,25 +1,28 @@
-"""Decides what runs in a step: slots, blocks, prefill budget; makes the model runner's batch.
+"""The scheduler of the native engine.
+
+It decides what runs in a step (slots, blocks, prefill budget) and makes the model runner's batch.
 
     add -> [queue] --admit: slot + blocks--> [prefill, maybe in chunks] -> [decode] --turn ended--> park
               ^                                        |                      |                      |
               +------------------ preempt -------------+----------------------+     add (resumed) <--+
 
-There are `max_num_seqs` slots, for the sessions that run. Parked ones have none; they only keep their blocks.
-Each step takes the next token of every decoding session and, beside them, at most `max_prefill_tokens` new
-tokens. The queue is served in order, sessions that were begun before new ones: a resumed session still has KV
-state, and finishing it frees memory. At most one prompt, the last one taken, is cut at the budget; it goes on
-first in the next step.
+There are `max_num_seqs` slots, for the sessions that run. Parked sessions have none and only keep their
+blocks. Each step takes the next token of every decoding session and, beside them, at most
+`max_prefill_tokens` new tokens. The queue is served in order, and sessions that were begun are served before
+new ones: a resumed session still has KV state, and finishing it frees memory. At most one prompt, the last
+one taken, is cut at the budget. It goes on first in the next step.
 
 Blocks. A session gets the blocks for all its tokens when it is admitted, and one more whenever its last one
-is full. When there is none, KV state goes in this order: parked sessions, the one parked longest ago first;
-sessions that wait in the queue, the last one first; and only for a session that runs, the running session
-that was opened last: it is preempted, that is, put at the head of the queue and computed again from its
-tokens. One sequence of full length fits the pool, so the session opened first always goes on: no deadlock.
+is full. When no block is free, KV state is dropped in this order: that of parked sessions, the one parked
+longest ago first; that of sessions that wait in the queue, the last one first; and, only for a session that
+runs, that of the running session that was opened last. This session is preempted, which means that it is put
+at the head of the queue and computed again from its tokens. One sequence of full length fits the pool, so the
+session opened first always goes on, and there is no deadlock.
 
 Shared prefixes. Blocks are found by their contents (see `block_pool.py`), so full blocks at the beginning of
-several sessions are computed once and shared, those of an observation that was resumed with too. Sessions
-with the very same tokens as one that is prefilled in this step sample from its row; those that come later
-copy the last, partly filled block of a prompt and compute its last token.
+several sessions are computed once and shared. This includes the blocks of an observation with which a session
+was resumed. Sessions with the very same tokens as one that is prefilled in this step sample from its row.
+Those that come later copy the last, partly filled block of a prompt and compute its last token.
 """
 
 from __future__ import annotations
@@ -39,17 +42,20 @@ from verl.workers.rollout.sampler import SamplingRows
 
 @dataclass
 class Step:
-    """One step: what is new in it, and, once it is planned, what the runner is to do.
+    """One step: what is new in it, and, once it is planned, what the runner has to do.
 
     Attributes:
-        room: new tokens that may still be taken.
-        spans: prefill, in order.
-        started: sessions that sample from the last row of a span, with the index of that span.
-        row_of: by all tokens of a session (as bytes): the entry of `started` that samples behind them.
-        decode_first: sessions that have one token to compute and take part as decoding ones at once.
-        filled: blocks that this step fills: later rows may read them, copies may not.
-        copies_before, copies_after: blocks (source, target) to copy before the batch runs, and after it.
-        sessions: one per row that is sampled, in the order of `batch.out_rows`.
+        room: Number of new tokens that may still be taken.
+        spans: The tokens to prefill, in order.
+        started: Sessions that sample from the last row of a span, with the index of that span.
+        row_of: For all tokens of a session (as bytes), the entry of `started` that samples after them.
+        decode_first: Sessions that have one token to compute, and take part as decoding ones at once.
+        filled: Blocks that this step fills. Later rows may read them, copies may not.
+        copies_before: Blocks (source, target) to copy before the batch runs.
+        copies_after: Blocks (source, target) to copy after the batch has run.
+        sessions: One session per row that is sampled, in the order of `batch.out_rows`.
+        batch: The batch for the model runner.
+        rows: The sampling choices of `sessions`.
     """
 
     room: int
@@ -66,8 +72,13 @@ class Step:
 
 
 class _Prefix(NamedTuple):
-    """KV state for the first `num_tokens` tokens: full blocks to share with their content numbers, and a
-    block whose first positions hold the tokens after those (None: there is none).
+    """The KV state for the first `num_tokens` tokens of a session.
+
+    Attributes:
+        blocks: Full blocks to share.
+        contents: The content numbers of these blocks.
+        num_tokens: Number of tokens that the KV state covers.
+        source: A block whose first positions hold the tokens after the full blocks, or None if there is none.
     """
 
     blocks: list[int]
@@ -77,13 +88,18 @@ class _Prefix(NamedTuple):
 
 
 class Scheduler:
-    """Queue, slots and blocks; see above. Between `plan` and `finish` no other method may be called, save
-    `drop_kv` if the step failed.
+    """The queue, slots and blocks of an engine (see above).
+
+    Between `plan` and `finish` no other method may be called, except `drop_kv` if the step failed.
 
     Attributes:
-        pool: the blocks.
-        num_running, num_queued: sessions with a slot, and those that wait for one.
-        prefilled_tokens, prefix_hit_tokens, preemptions, evictions: sums since construction.
+        pool: The blocks.
+        num_running: Number of sessions with a slot.
+        num_queued: Number of sessions that wait for a slot.
+        prefilled_tokens: Number of tokens that were computed, since construction.
+        prefix_hit_tokens: Number of tokens whose KV state already existed, since construction.
+        preemptions: Number of preemptions since construction.
+        evictions: Number of times that a session that did not run lost its KV state, since construction.
     """
 
     def __init__(
@@ -95,11 +111,11 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self._slots = SlotTable(max_num_seqs, -(-max_model_len // block_size))
         self._free_slots = list(range(max_num_seqs))  # a heap, so that low slots are used first
-        self._begun: deque[NativeSession] = deque()  # resumed or preempted: before the new ones
+        self._begun: deque[NativeSession] = deque()  # resumed or preempted; served before the new ones
         self._new: deque[NativeSession] = deque()
         self._idle: OrderedDict[int, NativeSession] = OrderedDict()  # parked or queued, with KV state
         self._running: dict[int, NativeSession] = {}  # by slot
-        self._cut: NativeSession | None = None  # the one whose prefill goes on in the next step
+        self._cut: NativeSession | None = None  # the session whose prefill goes on in the next step
         self._decoding = np.zeros(0, dtype=np.int64)  # slots, ascending
 
     # ---- sessions ----
@@ -126,7 +142,7 @@ class Scheduler:
             self._idle.move_to_end(session.session_id)
 
     def park(self, session: NativeSession) -> None:
-        """The turn of a running session ended; its KV state stays until somebody needs the blocks."""
+        """Park a running session whose turn ended. Its KV state stays until somebody needs the blocks."""
         self._leave_slot(session)
         self._idle[session.session_id] = session
 
@@ -141,7 +157,7 @@ class Scheduler:
         session.forget_kv()
 
     def drop_kv(self) -> None:
-        """Forget all KV state; running sessions go to the head of the queue, the first opened foremost."""
+        """Forget all KV state. Running sessions go to the head of the queue, the first opened foremost."""
         for session in sorted(self._running.values(), key=_age, reverse=True):
             self._leave_slot(session)
             self._begun.appendleft(session)
@@ -153,7 +169,7 @@ class Scheduler:
     # ---- one step ----
 
     def plan(self) -> Step:
-        """Choose what runs now. There must be something (`has_runnable`)."""
+        """Choose what runs now. There must be something to run (`has_runnable`)."""
         step = Step(self._max_prefill_tokens)
         self._extend_decoding()
         if self._cut is not None:
@@ -175,8 +191,11 @@ class Scheduler:
         return step
 
     def finish(self, step: Step, token_ids: np.ndarray) -> None:
-        """Book a step that was run, before the sampled tokens are appended to the sessions. token_ids: int64,
-        one per entry of `step.sessions`.
+        """Record a step that was run, before the sampled tokens are appended to the sessions.
+
+        Args:
+            step: The step.
+            token_ids: int64, one per entry of `step.sessions`.
         """
         rows = self._slots.rows
         decoding = self._decoding
@@ -196,12 +215,12 @@ class Scheduler:
     # ---- planning ----
 
     def _extend_decoding(self) -> None:
-        """A block for every decoding session whose last one is full; the first opened is served first."""
+        """Give a block to every decoding session whose last one is full. The first opened is served first."""
         slots = self._decoding
         rows = self._slots.rows
         full = slots[rows["kv_len"][slots] == rows["room"][slots]]
         for session in sorted((self._running[slot] for slot in full.tolist()), key=_age):
-            if session.slot == NO_SLOT:  # preempted for an older one
+            if session.slot == NO_SLOT:  # it was preempted for an older one
                 continue
             while not self.pool.num_free and session.slot != NO_SLOT:
                 if not self._evict_one():
@@ -214,16 +233,19 @@ class Scheduler:
                 session.blocks.append(block)
 
     def _admit_next(self, step: Step) -> bool:
-        """Give the head of the queue a slot and its blocks; False if it has to wait, or there is none."""
+        """Give the head of the queue a slot and its blocks.
+
+        Returns False if it has to wait, or the queue is empty.
+        """
         queue = self._begun or self._new
         if not queue or not self._free_slots:
             return False
         session = queue[0]
         equal = step.row_of.get(session.tokens.tobytes())
         if session.blocks:
-            # Another one of its group, say, wanted the same and got the same documents.
-            enough = session.kv_len + self._block_size
-            if equal is not None or self._find_prefix(session, step).num_tokens >= enough:
+            # Another session of its group, for example, made the same search and got the same documents.
+            worthwhile = session.kv_len + self._block_size
+            if equal is not None or self._find_prefix(session, step).num_tokens >= worthwhile:
                 self._give_up_kv(session)
         if equal is not None:
             admitted = self._follow(session, *equal, step)
@@ -234,16 +256,19 @@ class Scheduler:
         return admitted
 
     def _follow(self, session: NativeSession, other: NativeSession, span: int, step: Step) -> bool:
-        """Admit a session that samples from the row of another one with the same tokens."""
+        """Admit a session that samples from the row of another session with the same tokens.
+
+        Returns False if there is no room.
+        """
         count = len(session.tokens)
         num_full = count // self._block_size
-        copied = self._num_blocks(count) - num_full
-        if not self._make_room(copied + self._reserve(), session):
+        num_copied = self._num_blocks(count) - num_full
+        if not self._make_room(num_copied + self._reserve(), session):
             return False
         self.pool.share(other.blocks[:num_full])
-        session.blocks = other.blocks[:num_full] + self.pool.take(copied)
+        session.blocks = other.blocks[:num_full] + self.pool.take(num_copied)
         session.contents = other.contents[:num_full]
-        if copied:
+        if num_copied:
             step.copies_after.append((other.blocks[num_full], session.blocks[num_full]))
         self.prefix_hit_tokens += count
         session.kv_len = count
@@ -252,31 +277,34 @@ class Scheduler:
         return True
 
     def _begin(self, session: NativeSession, step: Step) -> bool:
-        """Admit a session on what KV state there is for its tokens: its own, or an equal beginning."""
+        """Admit a session on the KV state that exists for its tokens: its own, or an equal beginning.
+
+        Returns False if there is no room.
+        """
         is_own = bool(session.blocks)
         source = None
         if not is_own:
             session.blocks, session.contents, session.kv_len, source = self._find_prefix(session, step)
             self.pool.share(session.blocks if source is None else [*session.blocks, source])
-        wanted = self._num_blocks(len(session.tokens)) - len(session.blocks)
-        admitted = self._make_room(wanted + self._reserve(), session)
+        num_wanted = self._num_blocks(len(session.tokens)) - len(session.blocks)
+        admitted = self._make_room(num_wanted + self._reserve(), session)
         if not admitted and source is not None:
-            # The block to copy from may be the very one that is missing: do without.
+            # The block to copy from may be the very one that is missing, so admit the session without it.
             self.pool.release([source])
             source = None
             session.kv_len = len(session.blocks) * self._block_size
-            admitted = self._make_room(wanted + self._reserve(), session)
+            admitted = self._make_room(num_wanted + self._reserve(), session)
         if not admitted:
             if not is_own:
                 self.pool.release(session.blocks)
                 session.forget_kv()
             return False
-        taken = self.pool.take(wanted)
+        new_blocks = self.pool.take(num_wanted)
         if source is not None:
-            step.copies_before.append((source, taken[0]))  # held until the plan is made
+            step.copies_before.append((source, new_blocks[0]))  # held until the plan is made
         if not is_own:
             self.prefix_hit_tokens += session.kv_len
-        session.blocks += taken
+        session.blocks += new_blocks
         self._enter_slot(session)
         if session.kv_len + 1 == len(session.tokens) and step.filled.isdisjoint(session.blocks):
             step.room -= 1
@@ -304,28 +332,31 @@ class Scheduler:
     # ---- shared prefixes ----
 
     def _find_prefix(self, session: NativeSession, step: Step) -> _Prefix:
-        """The longest beginning of a session that is there, without its last token: it must be computed."""
+        """Return the longest beginning of a session that is computed, except for its last token.
+
+        The last token must be computed, as the next one is sampled from it.
+        """
         tokens = session.tokens
         size = self._block_size
-        most = len(tokens) - 1
+        max_tokens = len(tokens) - 1
         blocks: list[int] = []
         contents: list[int] = []
         before = ROOT
         start = 0
-        while start + size <= most:
-            known = self.pool.find(before, tokens[start : start + size].tobytes())
-            if known is None:
+        while start + size <= max_tokens:
+            match = self.pool.find(before, tokens[start : start + size].tobytes())
+            if match is None:
                 break
-            before = known.content
-            blocks.append(known.block)
+            before = match.content
+            blocks.append(match.block)
             contents.append(before)
             start += size
-        for end in (start + size, session.prompt_len):  # one more block, or a part of one, to copy from
-            if start < end <= min(len(tokens), start + size) and min(end, most) > start:
-                known = self.pool.find(before, tokens[start:end].tobytes())
+        for end in (start + size, session.prompt_len):  # one more block to copy from, or a part of one
+            if start < end <= min(len(tokens), start + size) and min(end, max_tokens) > start:
+                match = self.pool.find(before, tokens[start:end].tobytes())
                 # A whole block may be one that this step fills; the end of a prompt is computed already.
-                if known is not None and (end - start < size or known.block not in step.filled):
-                    return _Prefix(blocks, contents, min(end, most), known.block)
+                if match is not None and (end - start < size or match.block not in step.filled):
+                    return _Prefix(blocks, contents, min(end, max_tokens), match.block)
         return _Prefix(blocks, contents, start, None)
 
     def _publish(self, session: NativeSession, num_tokens: int) -> None:
@@ -350,11 +381,14 @@ class Scheduler:
         return -(-num_tokens // self._block_size)
 
     def _reserve(self) -> int:
-        """Blocks that admission leaves to the running ones, so that a newcomer isn't preempted at once."""
+        """Return the number of blocks that admission leaves to running sessions.
+
+        They keep a newcomer from being preempted at once.
+        """
         return len(self._running) // 4
 
     def _make_room(self, wanted: int, newcomer: NativeSession) -> bool:
-        """Get `wanted` blocks free at the cost of others that don't run; False if that is too little."""
+        """Free `wanted` blocks at the cost of sessions that don't run. Return False if these have too few."""
         missing = wanted - self.pool.num_free
         others = (other for other in self._idle.values() if other is not newcomer)
         if missing > 0 and missing > sum(len(other.blocks) for other in others):
@@ -365,7 +399,10 @@ class Scheduler:
         return True
 
     def _evict_one(self, newcomer: NativeSession | None = None) -> bool:
-        """Drop the KV state of one session that doesn't run, not the newcomer's; False if there is none."""
+        """Drop the KV state of one session that doesn't run, not the newcomer's.
+
+        Returns False if there is no such session.
+        """
         others = [other for other in self._idle.values() if other is not newcomer]
         if not others:
             return False
@@ -375,14 +412,14 @@ class Scheduler:
         return True
 
     def _preempt(self, session: NativeSession) -> None:
-        """Take slot and blocks from a running session and put it at the head of the queue."""
+        """Take slot and blocks from a running session, and put it at the head of the queue."""
         self._leave_slot(session)
         self._give_up_kv(session)
         self._begun.appendleft(session)
         self.preemptions += 1
 
     def _give_up_kv(self, session: NativeSession) -> None:
-        """Let go of a session's blocks; others can find them until they are taken."""
+        """Let go of a session's blocks. Others can find them until they are taken."""
         self._idle.pop(session.session_id, None)
         self._publish(session, session.kv_len)
         self.pool.release(session.blocks)
@@ -395,7 +432,10 @@ class Scheduler:
         self._slots.load(session, self._block_size)
 
     def _leave_slot(self, session: NativeSession) -> None:
-        """Also fixes `kv_len`, which is not kept up while a session decodes."""
+        """Take a running session from its slot.
+
+        This also corrects `kv_len`, which is not updated while a session decodes.
+        """
         if session is self._cut:
             self._cut = None
         else:
@@ -407,5 +447,5 @@ class Scheduler:
 
 
 def _age(session: NativeSession) -> int:
-    """Sessions are numbered as they are opened: the larger, the younger."""
+    """Return the session's id. Ids are given in the order of opening, so a larger one is younger."""
     return session.session_id

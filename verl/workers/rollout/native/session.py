@@ -1,7 +1,8 @@
 """One trajectory inside the engine, and the table of numbers that a decode step reads as arrays.
 
-A session keeps all its token ids, so its KV state can be dropped and computed again at any time. What the
-scheduler needs of every running session in every step lies in `SlotTable`, a row per running session.
+A session keeps all its token ids, so its KV state can be dropped and computed again at any time. The numbers
+that the scheduler needs of every running session in every step are in `SlotTable`, which has a row per
+running session.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ NO_SLOT = -1
 
 @dataclass(eq=False)
 class NativeSession(RolloutSession):
-    """A trajectory and the KV state it holds. Its last token is always still to compute.
+    """A trajectory and the KV state that it holds. Its last token is always still to be computed.
 
-    It is parked when its turn ended: no slot, but blocks until someone needs them. While a turn is under way
-    it is queued (new, resumed or preempted) or has a slot: it is prefilled at once or chunk by chunk, then it
-    gets one token per step.
+    When its turn has ended, a session is parked: it has no slot, but keeps its blocks until someone needs
+    them. While a turn is under way, it is queued (new, resumed or preempted) or has a slot. With a slot it is
+    prefilled, at once or chunk by chunk, and then gets one token per step.
 
     Attributes:
-        prompt_len: tokens of the first prompt, which other sessions may have too.
-        slot: NO_SLOT if it does not run.
-        blocks: its KV blocks in order of position; empty if it holds no KV state.
-        kv_len: positions that are computed; not kept up while it decodes (then it is len(tokens) - 1).
-        contents: content numbers of the first blocks, as many as are published.
+        prompt_len: Number of tokens of the first prompt, which other sessions may have too.
+        slot: The session's slot, or NO_SLOT if it does not run.
+        blocks: Its KV blocks in order of position, empty if it holds no KV state.
+        kv_len: Number of positions that are computed. It is not updated while the session decodes (then it is
+            len(tokens) - 1).
+        contents: Content numbers of the first blocks, as many as are published.
     """
 
     prompt_len: int = 0
@@ -39,7 +41,7 @@ class NativeSession(RolloutSession):
     contents: list[int] = field(default_factory=list)
 
     def forget_kv(self) -> None:
-        """What it has is computed anew when it runs again."""
+        """Forget the KV state, which is computed anew when the session runs again."""
         self.blocks = []
         self.contents = []
         self.kv_len = 0
@@ -47,9 +49,9 @@ class NativeSession(RolloutSession):
 
 _COLUMNS = [
     ("last_token", np.int64),  # the token to feed next
-    ("kv_len", np.int64),  # its position
-    ("room", np.int64),  # positions that the slot's blocks have
-    ("counter", np.uint64),  # numbers the next random draw
+    ("kv_len", np.int64),  # the position of that token
+    ("room", np.int64),  # number of positions of the slot's blocks
+    ("counter", np.uint64),  # number of the next random draw
     ("seed", np.uint64),
     ("temperature", np.float64),
     ("top_k", np.int64),
@@ -59,8 +61,11 @@ _COLUMNS = [
 
 
 class SlotTable:
-    """Numbers of the running sessions, a row for each slot. rows: numpy record array [slots] with the fields
-    of `_COLUMNS`. blocks: int32 [slots, most blocks], 0 beyond a session's own.
+    """The numbers of the running sessions, with a row for each slot.
+
+    Attributes:
+        rows: numpy record array [slots] with the fields of `_COLUMNS`.
+        blocks: int32 [slots, maximum number of blocks], 0 beyond a session's own.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -68,7 +73,7 @@ class SlotTable:
         self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int32)
 
     def load(self, session: NativeSession, block_size: int) -> None:
-        """Fill the session's slot from what it has."""
+        """Fill the session's slot with the session's numbers."""
         params = session.params
         self.rows[session.slot] = (
             session.tokens[-1],
@@ -85,7 +90,7 @@ class SlotTable:
         self.blocks[session.slot, : len(session.blocks)] = session.blocks
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
-        """What the sampler needs for these slots; each call draws the next number of each slot."""
+        """Return the sampling choices of these slots. Each call draws the next number of each slot."""
         rows = self.rows[slots]
         self.rows["counter"][slots] += np.uint64(1)
         choices = {

@@ -1,11 +1,11 @@
-"""The decoder in plain torch operations, on any device: what runs where there are no kernels of ours.
+"""The decoder in plain torch operations, on any device, for devices and dtypes without kernels of ours.
 
     token ids [T] -> embedding -> layers (norm, attention over the pools, MLP) -> rows that need logits [O]
 
-A batch is packed: one row per token, no padding; the decoding sequences' last tokens first, then spans of new
-tokens. With 16-bit weights the residual stream, norms and rotations are float32, as in training: numbers are
-rounded where it rounds them, and log-probs agree.
-On CPU, float32 and bfloat16 have `cpu_model.py`, which is faster.
+A batch is packed, with one row per token and no padding. The last tokens of the decoding sequences come
+first, then spans of new tokens. With 16-bit weights the residual stream, norms and rotations are float32, as
+in training. Numbers are then rounded where training rounds them, and log-probs agree. On CPU, `cpu_model.py`
+runs float32 and bfloat16, faster.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.step_batch import StepBatch
 from verl.workers.rollout.sampler import SamplingRows, draw
 
-_MAX_SCORES = 1 << 24  # of `masked_attention`, which holds four tensors of so many float32
+_MAX_SCORES = 1 << 24  # scores that `masked_attention` computes at a time; it holds four such float32 tensors
 
 
 @dataclass(frozen=True)
 class _Together:
-    """Sequences that attend in one call, by the book: rows, positions int64 [B, Q], places of what they see
-    int64 [B, L].
+    """Sequences that attend in one call of `masked_attention`.
+
+    Attributes:
+        rows: Their rows of the batch.
+        positions: int64 [B, Q], positions of the queries.
+        places: int64 [B, L], places in the pool of the positions that they see.
     """
 
     rows: slice
@@ -40,7 +44,15 @@ class _Together:
 
 @dataclass(frozen=True)
 class _Packed:
-    """All sequences for `varlen_attention`; places: int64 [K], of what they see, one after the other."""
+    """All sequences, for `varlen_attention`.
+
+    Attributes:
+        cu_seqlens: Running sum of the numbers of queries, from 0.
+        cu_key_lens: Running sum of the numbers of keys, from 0.
+        longest: The largest number of queries and of keys of a sequence.
+        places: int64 [K], places in the pool of the positions that each sequence sees, one sequence after the
+            other.
+    """
 
     cu_seqlens: Tensor
     cu_key_lens: Tensor
@@ -49,7 +61,7 @@ class _Packed:
 
 
 class TorchModel:
-    """Weights (references to what it is given), pools and one step of the decoder."""
+    """The weights (references to the tensors given), pools and one step of the decoder."""
 
     def __init__(
         self,
@@ -59,7 +71,15 @@ class TorchModel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """tables: from `rotary_tables`."""
+        """Create a model without weights and pools.
+
+        Args:
+            spec: The sizes and choices of the decoder.
+            tables: The result of `rotary_tables`.
+            block_size: Number of positions of a block.
+            dtype: The dtype of the computation and the pools.
+            device: The device that the model runs on.
+        """
         self._spec = spec
         self._dtype = dtype
         self._wide = torch.promote_types(dtype, torch.float32)
@@ -75,7 +95,7 @@ class TorchModel:
         self._flash = takes_flash(dtype, spec.head_dim, device)
 
     def load(self, weights: ModelWeights) -> int:
-        """Use these weights where they are; returns the bytes of copies made: none."""
+        """Use these weights where they are. Returns the number of bytes of copies, which is 0."""
         self._weights = weights
         return 0
 
@@ -88,7 +108,11 @@ class TorchModel:
         self._pools = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(keys, values, strict=True)]
 
     def hidden(self, batch: StepBatch) -> Tensor:
-        """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
+        """Run the layers, fill the pools, and return the hidden states of `batch.out_rows`.
+
+        Returns:
+            The normed hidden states [O, hidden_size].
+        """
         assert self._weights is not None
         token_ids, positions, places, out_rows = (
             torch.from_numpy(array).to(self._device)
@@ -118,7 +142,7 @@ class TorchModel:
         return self._norm(x.index_select(0, out_rows), self._weights.norm)
 
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
+        """Return tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
         assert self._weights is not None
         logits = F.linear(hidden, self._weights.lm_head).float()
         drawn = torch.stack([x.to(torch.float64) for x in draw(logits, rows)])
@@ -126,7 +150,7 @@ class TorchModel:
         return tokens.astype(np.int64), log_probs, model_log_probs
 
     def _packed(self, batch: StepBatch) -> _Packed:
-        """What flash attention is told of the batch; the places are found on the device."""
+        """Describe the batch to flash attention. The places are computed on the device."""
         count = batch.num_decode
         spans = batch.spans
         queries = np.array([1] * count + [span.count for span in spans])
@@ -137,7 +161,7 @@ class TorchModel:
         for row, span in enumerate(spans, count):
             tables[row, : len(span.table)] = span.table
         sums = [np.concatenate(([0], np.cumsum(lengths))) for lengths in (queries, keys)]
-        # one array, one copy to the device
+        # All numbers are in one array, which takes one copy to the device.
         packed = torch.from_numpy(np.concatenate([*sums, tables.ravel()]).astype(np.int32)).to(self._device)
         cu_seqlens, cu_key_lens = packed[: 2 * len(keys) + 2].view(2, -1)
         total = int(keys.sum())
@@ -149,23 +173,23 @@ class TorchModel:
         return _Packed(cu_seqlens, cu_key_lens, (int(queries.max()), int(keys.max())), places)
 
     def _sequences(self, batch: StepBatch) -> list[_Together]:
-        """The decoding sequences together, padded to the longest; then each span alone."""
-        parts: list[tuple[slice, np.ndarray, np.ndarray, int]] = []  # rows, positions, tables, what they see
+        """Return the decoding sequences together, padded to the longest, and then each span alone."""
+        calls: list[tuple[slice, np.ndarray, np.ndarray, int]] = []  # rows, positions, tables, seen positions
         if batch.num_decode:
             longest = int(batch.decode_lengths.max())
             positions = batch.decode_lengths[:, None] - 1
-            parts.append((slice(0, batch.num_decode), positions, batch.decode_tables, longest))
+            calls.append((slice(0, batch.num_decode), positions, batch.decode_tables, longest))
         for span in batch.spans:
             rows = slice(span.first, span.first + span.count)
             end = span.start + span.count
-            parts.append((rows, np.arange(span.start, end)[None], span.table[None], end))
+            calls.append((rows, np.arange(span.start, end)[None], span.table[None], end))
         sequences = []
-        for rows, positions, tables, length in parts:
-            seen = np.arange(length)
-            blocks = tables[:, seen // self._block_size].astype(np.int64)
-            places = torch.from_numpy(blocks * self._block_size + seen % self._block_size)
-            at = torch.from_numpy(positions).to(self._device)
-            sequences.append(_Together(rows, at, places.to(self._device)))
+        for rows, positions, tables, length in calls:
+            key_positions = np.arange(length)
+            blocks = tables[:, key_positions // self._block_size].astype(np.int64)
+            places = torch.from_numpy(blocks * self._block_size + key_positions % self._block_size)
+            query_positions = torch.from_numpy(positions).to(self._device)
+            sequences.append(_Together(rows, query_positions, places.to(self._device)))
         return sequences
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -177,7 +201,7 @@ class TorchModel:
         return F.rms_norm(x.to(self._wide), width, weight, eps).to(self._dtype)
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of queries and keys. Qwen 3 rounds before it multiplies by the weight, Gemma 3 after."""
+        """Norm queries or keys. Qwen 3 rounds before it multiplies by the weight, Gemma 3 after."""
         if self._spec.norm_offset:
             return self._norm(x, weight)
         normed = F.rms_norm(x.to(self._wide), (x.shape[-1],), None, self._spec.rms_norm_eps)
@@ -192,7 +216,7 @@ class TorchModel:
         rotation: tuple[Tensor, Tensor],
         sequences: list[_Together] | _Packed,
     ) -> Tensor:
-        """x [T, hidden_size] -> [T, hidden_size]; the new keys and values go into the pools first."""
+        """Put the new keys and values into the pools, and attend: x [T, hidden_size] -> [T, hidden_size]."""
         spec = self._spec
         heads = (x.shape[0], -1, spec.head_dim)
         query, key, value = (_linear(x, layer, f"self_attn.{name}_proj").view(heads) for name in "qkv")
@@ -205,20 +229,20 @@ class TorchModel:
         values.index_copy_(0, places, value)
         window = spec.windows[index]
         if isinstance(sequences, _Packed):
-            seen = keys[sequences.places], values[sequences.places]
+            keys_and_values = keys[sequences.places], values[sequences.places]
             sums = sequences.cu_seqlens, sequences.cu_key_lens
-            out = varlen_attention(query, *seen, *sums, sequences.longest, spec.scale, window)
+            out = varlen_attention(query, *keys_and_values, *sums, sequences.longest, spec.scale, window)
         else:
             attended = [
                 masked_attention(
-                    query[some.rows].view(*some.positions.shape, *query.shape[1:]),
-                    keys[some.places],
-                    values[some.places],
-                    some.positions,
+                    query[group.rows].view(*group.positions.shape, *query.shape[1:]),
+                    keys[group.places],
+                    values[group.places],
+                    group.positions,
                     window,
                     spec.scale,
                 ).flatten(0, 1)
-                for some in sequences
+                for group in sequences
             ]
             out = torch.cat(attended)
         return _linear(out.flatten(1), layer, "self_attn.o_proj")
@@ -227,24 +251,35 @@ class TorchModel:
 def masked_attention(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, scale: float
 ) -> Tensor:
-    """Attention by the book, in float32, for a bounded number of scores at a time.
+    """Compute attention by the definition, in float32, for a bounded number of scores at a time.
 
-    query: [B, Q, num_heads, head_dim]. keys, values: [B, L, num_kv_heads, head_dim], positions 0 to L - 1.
-    positions: int64 [B, Q] of the queries; each sees the positions up to its own. window: positions that a
-    token sees, itself included (None = all). Returns as the query is.
+    Args:
+        query: [B, Q, num_heads, head_dim].
+        keys: [B, L, num_kv_heads, head_dim], positions 0 to L - 1.
+        values: [B, L, num_kv_heads, head_dim], positions 0 to L - 1.
+        positions: int64 [B, Q] of the queries. Each sees the positions up to its own.
+        window: Number of positions that a token sees, itself included (None = all).
+        scale: Factor on query-key products.
+
+    Returns:
+        A tensor with the shape and dtype of the query.
     """
     batch, count, num_heads, head_dim = query.shape
-    most = max(1, _MAX_SCORES // max(1, batch * num_heads * keys.shape[1]))
-    if count > most:
-        pieces = zip(query.split(most, 1), positions.split(most, 1), strict=True)
+    max_queries = max(1, _MAX_SCORES // max(1, batch * num_heads * keys.shape[1]))
+    if count > max_queries:
+        pieces = zip(query.split(max_queries, 1), positions.split(max_queries, 1), strict=True)
         return torch.cat(
-            [masked_attention(piece, keys, values, at, window, scale) for piece, at in pieces], 1
+            [
+                masked_attention(piece, keys, values, piece_positions, window, scale)
+                for piece, piece_positions in pieces
+            ],
+            1,
         )
     grouped = query.float().view(batch, count, keys.shape[2], -1, head_dim)
     scores = torch.einsum("bqkgd,blkd->bqkgl", grouped, keys.float()) * scale
     behind = positions[:, :, None] - torch.arange(keys.shape[1], device=query.device)
-    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    probs = scores.masked_fill_(~seen[:, :, None, None], float("-inf")).softmax(-1)
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    probs = scores.masked_fill_(~visible[:, :, None, None], float("-inf")).softmax(-1)
     attended = torch.einsum("bqkgl,blkd->bqkgd", probs, values.float())
     return attended.reshape(batch, count, num_heads, head_dim).to(query.dtype)
 
@@ -254,6 +289,6 @@ def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., 2021) of [T, heads, head_dim]; cos, sin [T, 1, head_dim // 2]."""
+    """Rotate [T, heads, head_dim] by cos, sin [T, 1, head_dim // 2] (rotary embedding, Su et al., 2021)."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

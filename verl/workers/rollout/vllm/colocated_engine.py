@@ -4,13 +4,16 @@
                                                                            |
     close <- waiting for its owner <- Completion <- stop string, eos, limit +
 
-Exact where vLLM by itself is not: a stop string ends a turn at the token that completes it (matched on the
-bytes of tokens, `stop.py`; vLLM's own looks at detokenised text, which leaves special tokens out and waits
-for whole characters); random numbers belong to (seed, position) (`sampler.py`); after new weights no KV state
-of older ones is used and nothing derived from them is left (`weight_transfer.py`).
+This engine is exact where vLLM by itself is not:
+
+- A stop string ends a turn at the token that completes it. It is matched on the bytes of tokens (`stop.py`),
+  while vLLM looks at detokenised text, which leaves special tokens out and waits for whole characters.
+- Random numbers belong to (seed, position) (`sampler.py`).
+- After new weights no KV state of older ones is used, and nothing derived from them is left
+  (`weight_transfer.py`).
 
 Several processes may share one model (tensor parallelism). Each has vLLM's scheduler and its slice of the
-weights; the first of them leads: it alone has sessions, and tells the others before each step what it has
+weights. The first of them leads: it alone has sessions, and before each step it tells the others what it has
 given to vLLM since the last one. vLLM decides by that alone, so all run the same batches.
 """
 
@@ -35,22 +38,22 @@ from verl.workers.rollout.vllm import start as vllm_process
 
 @dataclass(eq=False)
 class VllmSession(RolloutSession):
-    """A trajectory; while a turn is under way, vLLM's own record of its request."""
+    """A trajectory and, while a turn is under way, vLLM's own record of its request."""
 
     request: Any = None
 
     @property
     def request_id(self) -> str:
-        """The present turn's name in vLLM."""
+        """Return the present turn's name in vLLM."""
         return f"{self.session_id}-{self.turn}"
 
 
 class VllmEngine(RolloutEngine[VllmSession]):
-    """`RolloutEngine` on vLLM's V1 engine, driven step by step.
+    """The `RolloutEngine` on vLLM's V1 engine, driven step by step.
 
-    Requests that don't fit wait in vLLM's queue; when the KV cache is full vLLM preempts the youngest. A
-    session whose turn ended holds no memory that others could not take: its blocks stay in the prefix cache
-    until they are needed, then they are computed again.
+    Requests that don't fit wait in vLLM's queue. When the KV cache is full, vLLM preempts the youngest
+    request. A session whose turn ended holds no memory that others could not take. Its blocks stay in the
+    prefix cache until they are needed, and after that they are computed again.
     """
 
     session_class = VllmSession
@@ -58,17 +61,22 @@ class VllmEngine(RolloutEngine[VllmSession]):
     def __init__(
         self, model: str | Path, *, max_model_len: int, tensor_parallel_size: int = 1, **engine_args: Any
     ) -> None:
-        """Start vLLM with random weights: `load_weights` comes before the first step.
+        """Start vLLM with random weights. `load_weights` comes before the first step.
 
-        model: folder or hub name of a Hugging Face model, of which only the configuration is read.
-        tensor_parallel_size: processes that share the model, neighbours among torch.distributed's ranks; all
-        of them make this engine and call its methods, but for those of sessions and `step`. engine_args: of
-        vLLM's `EngineArgs`. Without kv_cache_memory_bytes the KV cache takes what `gpu_memory_utilization`
-        leaves (CUDA), or what vLLM takes by itself (CPU; VLLM_CPU_KVCACHE_SPACE in the environment wins over
-        both).
+        Args:
+            model: Folder or hub name of a Hugging Face model, of which only the configuration is read.
+            max_model_len: Maximum number of tokens of a session.
+            tensor_parallel_size: Number of processes that share the model, neighbours among
+                torch.distributed's ranks. All of them make this engine and call its methods, except for those
+                of sessions and `step`.
+            engine_args: Arguments of vLLM's `EngineArgs`. Without kv_cache_memory_bytes the KV cache takes
+                what `gpu_memory_utilization` leaves (CUDA), or what vLLM takes by itself (CPU, where
+                VLLM_CPU_KVCACHE_SPACE in the environment takes precedence over both).
 
-        Raises ValueError if vLLM is not installed, does not know an argument or the model, the KV cache does
-        not hold one sequence of max_model_len, or the processes can't be dealt out.
+        Raises:
+            ValueError: If vLLM is not installed, or does not know an argument or the model, if the KV cache
+                does not hold one sequence of max_model_len, or if the number of processes is no multiple of
+                tensor_parallel_size.
         """
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         if num_processes % tensor_parallel_size:
@@ -85,14 +93,14 @@ class VllmEngine(RolloutEngine[VllmSession]):
 
         self._on_cpu = current_platform.is_cpu()
         self._sharing = get_tp_group() if tensor_parallel_size > 1 else None
-        self._orders: list[tuple[str, Any]] = []  # for those that share the model
+        self._orders: list[tuple[str, Any]] = []  # for the other processes that share the model
         self._llm.collective_rpc("rollout_install_sampler")
         (self._sampler,) = self._llm.collective_rpc(lambda worker: worker.model_runner.sampler)
         _ask_for_slots_seldom(self._scheduler)
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._requests: dict[str, VllmSession] = {}
-        self._names: list[str] = []  # of the last step's requests
-        self._drawn = HostCopy(torch.empty(3, 0))  # float64: their tokens, and both log-probs
+        self._names: list[str] = []  # the last step's requests
+        self._drawn = HostCopy(torch.empty(3, 0))  # float64, their tokens and both log-probs
         self._prefilled_tokens = self._prefix_hit_tokens = self._preemptions = 0
 
     @property
@@ -125,13 +133,13 @@ class VllmEngine(RolloutEngine[VllmSession]):
     # ---- one step ----
 
     def _advance(self) -> list[Completion]:
-        """Everything that runs goes on by one token."""
+        """Advance everything that runs by one token."""
         ended: list[Completion] = []
         stopped: list[str] = []
-        if not self._requests:  # there are turns without room alone
+        if not self._requests:  # there are only turns without room
             return []
         self._share_orders(steps=True)
-        # what vLLM makes of these costs the host more time than all that is done with them here
+        # vLLM would make request outputs of these, which costs the host more time than all that happens here.
         outputs = self._llm.engine_core.get_output().outputs
         self._take_step()
         drawn = dict(zip(self._names, self._drawn.get().T.tolist(), strict=True))
@@ -144,7 +152,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
                     f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
                     "produce NaN or infinity"
                 )
-            if output.prefill_stats is not None:  # its first token
+            if output.prefill_stats is not None:  # this is the turn's first token
                 hits = output.prefill_stats.num_cached_tokens
                 self._prefix_hit_tokens += hits
                 self._prefilled_tokens += len(session.tokens) - hits
@@ -156,22 +164,25 @@ class VllmEngine(RolloutEngine[VllmSession]):
                     stopped.append(session.request_id)
                 self._drop_request(session)
                 ended.append(session.end_turn(*finish, self.version))
-        for name in stopped:  # vLLM frees several at once in the order of a set, another one in each process
+        # One at a time: vLLM frees several in the order of a set, which differs from process to process.
+        for name in stopped:
             self._order("abort_requests", [name])
         return ended
 
     def _take_step(self) -> None:
-        """The step whose outputs vLLM has given. With asynchronous scheduling the next one is under way by
-        then, of which nothing is taken yet; the first call gives no outputs. Raises what the next one raised.
+        """Take the results of the step whose outputs vLLM has given.
+
+        With asynchronous scheduling the next step is under way by then, and nothing is taken of it yet. The
+        first call gives no outputs. Raises the error of the next step if it failed.
         """
         self._names = []
         self._drawn = HostCopy(torch.empty(3, 0))
-        queue = self._llm.engine_core.engine_core.batch_queue or ()  # None: synchronous
+        queue = self._llm.engine_core.engine_core.batch_queue or ()  # it is None if scheduling is synchronous
         for future, _, _ in queue:
             if future.done():  # it failed, or had nothing to do
                 future.result()
-        under_way = sum(scheduled.total_num_scheduled_tokens > 0 for _, scheduled, _ in queue)
-        while len(self._sampler.steps) > under_way:
+        num_under_way = sum(scheduled.total_num_scheduled_tokens > 0 for _, scheduled, _ in queue)
+        while len(self._sampler.steps) > num_under_way:
             self._names, self._drawn = self._sampler.steps.popleft()
 
     # ---- several processes that share the model ----
@@ -189,14 +200,15 @@ class VllmEngine(RolloutEngine[VllmSession]):
         yield False
 
     def _order(self, method: str, argument: Any) -> None:
-        """Calls a method of vLLM's core, here and, before the next step, in the processes that follow."""
+        """Call a method of vLLM's core, here and, before the next step, in the processes that follow."""
         if self._sharing is not None:
             self._orders.append((method, argument))
         getattr(self._llm.engine_core, method)(argument)
 
     def _share_orders(self, steps: bool) -> None:
-        """Tells the others what to do, and whether a step comes then, or the end of this generation. They
-        also hear which tokens the last step gave here: it must have given the same there.
+        """Tell the other processes what to do, and whether a step or the end of this generation comes next.
+
+        They also receive the tokens that the last step gave here, because it must have given the same there.
         """
         if self._sharing is not None:
             orders = self._orders
@@ -205,16 +217,21 @@ class VllmEngine(RolloutEngine[VllmSession]):
             dist.broadcast_object_list(message, self._sharing.ranks[0], self._sharing.cpu_group)
 
     def _follow(self) -> bool:
-        """Does what the leader does, up to its next step; False: its generation is over. RuntimeError: the
-        step before gave other tokens here.
+        """Do what the leader does, up to its next step.
+
+        Returns:
+            False if the leader's generation is over.
+
+        Raises:
+            RuntimeError: If the last step gave other tokens here.
         """
         assert self._sharing is not None
         message: list[Any] = [None, None, None]
         dist.broadcast_object_list(message, self._sharing.ranks[0], self._sharing.cpu_group)
         orders, steps, tokens = message
-        if tokens != (own := self._drawn.get()[0].long().tolist()):
+        if tokens != (own_tokens := self._drawn.get()[0].long().tolist()):
             raise RuntimeError(
-                f"the processes that share a model have sampled different tokens: {tokens} and {own}, "
+                f"the processes that share a model have sampled different tokens: {tokens} and {own_tokens}, "
                 f"for {self._names}; expected the same of the same logits"
             )
         for method, argument in orders:
@@ -235,8 +252,13 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self.version = version
 
     def sleep(self, level: int = 1) -> int:
-        """On CUDA it is vLLM's sleep: level 1 drops the KV cache and moves the weights to the host until
-        `wake`, level 2 drops both. On CPU vLLM has none, and keeps its memory.
+        """Give memory to the trainer by vLLM's sleep, on CUDA.
+
+        Level 1 drops the KV cache and moves the weights to the host until `wake`. Level 2 drops both. On CPU
+        vLLM has no sleep, and keeps its memory.
+
+        Raises:
+            ValueError: If `level` is neither 1 nor 2.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level {level}; expected 1 or 2")
@@ -245,9 +267,9 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._llm.reset_prefix_cache(reset_running_requests=True)
         freed = 0
         if not self._on_cpu:
-            before = torch.cuda.mem_get_info()[0]
+            free_before = torch.cuda.mem_get_info()[0]
             self._llm.sleep(level, mode="keep")
-            freed = max(0, torch.cuda.mem_get_info()[0] - before)
+            freed = max(0, torch.cuda.mem_get_info()[0] - free_before)
         self._asleep = level
         if level == 2:
             self.version = -1
@@ -259,16 +281,19 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._asleep = 0
 
     def stats(self) -> dict[str, float]:
-        """As in `RolloutEngine.stats`; `prefilled_tokens` leaves out what preemption computes again."""
+        """Return the figures of `RolloutEngine.stats`.
+
+        `prefilled_tokens` leaves out tokens that are computed again after preemption.
+        """
         running, queued = self._scheduler.get_request_counts()
-        used = self._scheduler.get_kv_cache_usage()
+        used_share = self._scheduler.get_kv_cache_usage()
         size = sum(tensor.size for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
         preemptions = sum(session.request.num_preemptions for session in self._requests.values())
         return super().stats() | {
             "running": float(running),
             "queued": float(queued),
-            "kv_bytes": float(used * size),
-            "kv_used_share": float(used),
+            "kv_bytes": float(used_share * size),
+            "kv_used_share": float(used_share),
             "prefilled_tokens": float(self._prefilled_tokens),
             "prefix_hit_tokens": float(self._prefix_hit_tokens),
             "preemptions": float(self._preemptions + preemptions),
@@ -288,9 +313,11 @@ class VllmEngine(RolloutEngine[VllmSession]):
 
 
 def _ask_for_slots_seldom(scheduler: Any) -> None:
-    """vLLM's scheduler asks for a slot for each token, a quarter of the host's time of a decoding step. Where
-    all layers keep all tokens, there is nothing to be done but at the first token of a block, which takes it,
-    and at the last, which makes it one that others can share.
+    """Let vLLM's scheduler ask for a slot only at the first and the last token of a block.
+
+    By itself it asks for each token, which takes a quarter of the host's time of a decoding step. Where all
+    layers keep all tokens, only two tokens matter: the first of a block, which takes the block, and the last,
+    which makes it one that others can share.
     """
     from vllm.v1.kv_cache_interface import is_full_attention_spec
     from vllm.v1.request import RequestStatus
@@ -298,25 +325,25 @@ def _ask_for_slots_seldom(scheduler: Any) -> None:
     manager = scheduler.kv_cache_manager
     managers = manager.coordinator.single_type_managers
     size = managers[0].block_size
-    if not all(each.block_size == size and is_full_attention_spec(each.kv_cache_spec) for each in managers):
+    if not all(m.block_size == size and is_full_attention_spec(m.kv_cache_spec) for m in managers):
         return
-    ask = manager.allocate_slots
-    nothing_new = manager.empty_kv_cache_blocks
+    vllm_allocate_slots = manager.allocate_slots
+    no_blocks = manager.empty_kv_cache_blocks
 
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         is_within = 0 < request.num_computed_tokens % size < size - 1
         if num_new_tokens == 1 and is_within and request.status == RequestStatus.RUNNING:
-            return nothing_new
-        return ask(request, num_new_tokens, *args, **kwargs)
+            return no_blocks
+        return vllm_allocate_slots(request, num_new_tokens, *args, **kwargs)
 
     manager.allocate_slots = allocate_slots
 
 
 def vllm_params(params: SamplingParams, limit: int) -> Any:
-    """The turn's parameters in vLLM's words.
+    """Return the turn's parameters in the terms of vLLM.
 
-    Token ids out, as they are sampled, with two log-probs each (see `sampler.py`). vLLM ends the request at
-    an eos token or the limit; stop strings are matched here, on the bytes of whole tokens.
+    The request returns token ids as they are sampled, with two log-probs each (see `sampler.py`). vLLM ends
+    it at an eos token or the limit. Stop strings are matched here, on the bytes of whole tokens.
     """
     from vllm import SamplingParams as VllmSamplingParams
 

@@ -1,20 +1,20 @@
-"""What vLLM's V1 runner samples with here: the native engine's own sampler, in the place of vLLM's.
+"""The sampler of vLLM's V1 runner in our engines: the native engine's own, in the place of vLLM's.
 
     logits of the batch, its requests -> uniform(seed, position) of each row -> `draw` -> token, two log-probs
 
 A session's next turn is a new request. vLLM would seed its generator anew and repeat the numbers of the turn
-before, and would draw row by row: a generator for each, on the host. Here a row's number is a hash of the
-session's seed (`extra_args={"session_seed": ...}`) and of the position of the token to come, computed for all
-rows at once. What is drawn depends on these two alone: not on the batch, not on how the session was cut into
-requests, nor on preemption. Of a request's parameters temperature, top-k, top-p and min-p are taken, no
-others; one without a seed gets a hash of its name, the same in all workers.
+before. It would also draw row by row, with a generator on the host for each. Here a row's number is a hash of
+the session's seed (`extra_args={"session_seed": ...}`) and of the position of the token to come, computed for
+all rows at once. A drawn token depends on these two alone, and not on the batch, on how the session was cut
+into requests, or on preemption. Of a request's parameters only temperature, top-k, top-p and min-p are used.
+A request without a seed gets a hash of its name, the same in all workers.
 
-There are two log-probs: of the distribution that was sampled from, and of the model itself (temperature 1, no
-truncation). They are kept in `steps` for an engine in this process. Requests with `logprobs=1`, which come
-from elsewhere, get them as vLLM's answer, the second one in the place of the runner-up, under a token id that
-no token has: the vocabulary's size.
+There are two log-probs: that of the distribution that was sampled from, and that of the model itself
+(temperature 1, no truncation). They are kept in `steps` for an engine in this process. Requests with
+`logprobs=1`, which come from elsewhere, get them as vLLM's answer. The second one takes the place of the
+runner-up, under a token id that no token has: the vocabulary's size.
 
-No step waits for the GPU here, and tokens that are not known yet on the host are not needed: vLLM may
+No step waits for the GPU here, and no step needs tokens that the host does not know yet. vLLM may therefore
 schedule the next step meanwhile (asynchronous scheduling).
 """
 
@@ -38,10 +38,12 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class SessionSampler(Sampler):
-    """Takes the place of `runner.sampler` in vLLM's V1 model runner.
+    """The replacement of `runner.sampler` in vLLM's V1 model runner.
 
-    steps: those whose results an engine in this process has not taken yet, the oldest first: the names of the
-    A requests, in order, and float64 [3, A], their tokens and both log-probs as above.
+    Attributes:
+        steps: The steps whose results an engine in this process has not taken yet, the oldest first. Each has
+            the names of its A requests, in order, and float64 [3, A]: their tokens and both log-probs as
+            above.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -49,29 +51,35 @@ class SessionSampler(Sampler):
         self._batch = runner.input_batch
         self._requests = runner.requests
         self._names: list[str] = []
-        self.steps: deque[tuple[list[str], HostCopy]] = deque(maxlen=2)  # more are never under way
+        self.steps: deque[tuple[list[str], HostCopy]] = deque(maxlen=2)  # two are under way at most
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, for logits [A, V] of the batch's A requests."""
+        """Sample like vLLM's `forward`, for logits [A, V] of the batch's A requests."""
         names = self._batch.req_ids[: len(logits)]
         if names != self._names:
             self._names = names
             self._rows, self._seeds = _choices({name: self._requests[name].sampling_params for name in names})
         positions = self._batch.num_tokens_no_spec[: len(names)].astype(np.uint64)
         self._rows.uniform = uniforms(self._seeds, positions)
-        tokens, sampled_from, own = draw_in_pieces(logits, self._rows)
+        tokens, sampled_from, model_log_probs = draw_in_pieces(logits, self._rows)
         answer = None
         if sampling_metadata.max_num_logprobs:
             ids = torch.stack((tokens, torch.full_like(tokens, logits.shape[1])), 1)
-            log_probs = torch.stack((sampled_from, own), 1)
+            log_probs = torch.stack((sampled_from, model_log_probs), 1)
             answer = LogprobsTensors(ids.to(torch.int32), log_probs, torch.zeros_like(tokens))
         else:
-            self.steps.append((names, HostCopy(torch.stack((tokens.double(), sampled_from, own)))))
+            self.steps.append(
+                (names, HostCopy(torch.stack((tokens.double(), sampled_from, model_log_probs))))
+            )
         return SamplerOutput(tokens.to(torch.int32)[:, None], answer)
 
 
 def _choices(requests: dict[str, Any]) -> tuple[SamplingRows, np.ndarray]:
-    """The rows' sampling choices and their seeds, uint64 [A]; requests: vLLM's parameters by name."""
+    """Return the rows' sampling choices, and their seeds as uint64 [A].
+
+    Args:
+        requests: vLLM's sampling parameters by the names of the requests.
+    """
     values = [(p.temperature, max(p.top_k, 0), p.top_p, p.min_p) for p in requests.values()]
     temperature, top_k, top_p, min_p = (np.array(column, np.float64) for column in zip(*values, strict=True))
     seeds = [

@@ -1,8 +1,8 @@
-"""Starting and ending vLLM inside a process that is somebody else's: the trainer's.
+"""Starting and ending vLLM inside a process that belongs to somebody else: the trainer.
 
-vLLM expects a process of its own: it seeds the random generators, replaces `torch.set_num_threads`, makes a
-process group, and destroys it at the end. Here the trainer's state is as before when vLLM has started, its
-process group is used where there is one, and outlives vLLM.
+vLLM expects a process of its own. It seeds the random generators, replaces `torch.set_num_threads`, makes a
+process group, and destroys it at the end. This module restores the trainer's state when vLLM has started. An
+existing process group is used, and it outlives vLLM.
 """
 
 from __future__ import annotations
@@ -29,36 +29,40 @@ INSTALL = "pip install -c constraints-vllm.txt vllm (CUDA) or scripts/test_vllm.
 
 # Set before vLLM is imported, where the user has not set them.
 _ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM pins this process, the trainer's, to some cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM pins the trainer's process to some cores
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # for a model that is split: these look at the GPUs of other processes, and each process sees its own
+    # If a model is split, these look at the GPUs of other processes, but each process sees only its own.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
-# The engine relies on these.
+# The engine relies on these settings.
 _REQUIRED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose sampler `sampler.py` extends
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `sampler.py` extends the sampler of the V1 runner
 }
-# What `engine_args` can't change.
+# Arguments that `engine_args` can't change.
 _FIXED = {
-    "load_format": "dummy",  # weights come by load_weights
+    "load_format": "dummy",  # weights are set by load_weights
     "skip_tokenizer_init": True,
     "generation_config": "vllm",  # no sampling defaults or eos ids out of the model's folder
     "logprobs_mode": "processed_logprobs",
     "worker_extension_cls": WORKER_EXTENSION,
 }
 
-_live_engines = 0  # vLLM's groups of this process are shared by its engines, and end with the last one
+_live_engines = 0  # the engines of a process share vLLM's groups, which end with the last engine
 
 
 @without_collections()
 def start(arguments: dict[str, Any]) -> Any:
-    """vLLM's `LLMEngine` with random weights. On CPU it has no graphs and compiles nothing. arguments: of
-    vLLM's `EngineArgs`; of "model" only the configuration is read.
+    """Start vLLM's `LLMEngine` with random weights. On CPU it has no graphs and compiles nothing.
 
-    Raises ValueError if vLLM is not installed, or an argument is unknown or one that the engine has to set.
+    Args:
+        arguments: Arguments of vLLM's `EngineArgs`. Of the folder or name in "model" only the configuration
+            is read.
+
+    Raises:
+        ValueError: If vLLM is not installed, or an argument is unknown or one that the engine has to set.
     """
     global _live_engines
     prepare_environment()
@@ -73,19 +77,19 @@ def start(arguments: dict[str, Any]) -> Any:
         "enable_prefix_caching": True,
         "enable_sleep_mode": not on_cpu,
         "disable_log_stats": True,
-        "disable_custom_all_reduce": True,  # as above
+        "disable_custom_all_reduce": True,  # it looks at other processes' GPUs, too
         "async_scheduling": False,
         "seed": 0,
         **arguments,
     } | ({"enforce_eager": True} if on_cpu else {})
     arguments["dtype"] = str(arguments["dtype"]).removeprefix("torch.")
-    known = set(EngineArgs.__dataclass_fields__)
+    known_names = set(EngineArgs.__dataclass_fields__)
     for name in arguments:
         if name in _FIXED or name in ("speculative_config", "distributed_executor_backend"):
             raise ValueError(f"engine_args has {name}, which the engine sets itself; leave it out")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; the nearest is {near[0]}" if near else ""
+        if name not in known_names:
+            close_names = difflib.get_close_matches(name, known_names, 1)
+            hint = f"; the nearest is {close_names[0]}" if close_names else ""
             raise ValueError(f"engine_args has {name}, which vLLM's EngineArgs don't know{hint}")
     with _process_state_kept(), _own_modules(), _launcher() as backend:
         args = EngineArgs(distributed_executor_backend=backend, **_FIXED, **arguments)
@@ -95,8 +99,11 @@ def start(arguments: dict[str, Any]) -> Any:
 
 
 def end(llm: Any, *, keep_process_group: bool) -> None:
-    """End an engine and everything that it has started. keep_process_group: the default process group was
-    there before vLLM; it stays.
+    """End an engine and everything that it has started.
+
+    Args:
+        llm: The engine.
+        keep_process_group: Whether the default process group was there before vLLM, and stays.
     """
     global _live_engines
     from vllm.v1.engine import core
@@ -105,7 +112,7 @@ def end(llm: Any, *, keep_process_group: bool) -> None:
     stop_groups = core.cleanup_dist_env_and_memory
 
     def clean_up() -> None:
-        if _live_engines:  # their groups stay
+        if _live_engines:  # other engines still use the groups
             return
         is_initialized = (lambda: False) if keep_process_group else dist.is_initialized
         with mock.patch.object(dist, "is_initialized", is_initialized):
@@ -117,7 +124,12 @@ def end(llm: Any, *, keep_process_group: bool) -> None:
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads from the environment. ValueError if it is missing, or set up against the engine."""
+    """Set what vLLM reads from the environment.
+
+    Raises:
+        ValueError: If vLLM is not installed, or the environment has settings with which the engine can't
+            work.
+    """
     for name, value in _REQUIRED.items():
         if os.environ.setdefault(name, value) != value:
             raise ValueError(
@@ -137,20 +149,20 @@ def prepare_environment() -> None:
 def _process_state_kept() -> Iterator[None]:
     """Restore the random generators and `torch.set_num_threads`."""
     set_num_threads = torch.set_num_threads
-    python = random.getstate()
-    numpy = np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             torch.set_num_threads = set_num_threads
-            random.setstate(python)
-            np.random.set_state(numpy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 class _VllmModules:
-    """Stands for `sys` where only vLLM's own modules are to be seen."""
+    """A replacement for `sys` that shows only vLLM's own modules."""
 
     @property
     def modules(self) -> dict[str, Any]:
@@ -159,7 +171,10 @@ class _VllmModules:
 
 @contextmanager
 def _own_modules() -> Iterator[None]:
-    """While it starts on CPU, vLLM looks into all modules of the process, and fails at llvmlite's (numba)."""
+    """Let vLLM see only its own modules while it starts.
+
+    On CPU it looks into all modules of the process, and fails at those of llvmlite (numba).
+    """
     from vllm.triton_utils import dispatcher
 
     with mock.patch.object(dispatcher, "sys", _VllmModules()):
@@ -168,19 +183,23 @@ def _own_modules() -> Iterator[None]:
 
 @contextmanager
 def _launcher() -> Iterator[str]:
-    """vLLM's executor: alone in this process, or one of several processes that are in a group already, of
-    which so many neighbours as `tensor_parallel_size` says share a model."""
+    """Yield the name of vLLM's executor.
+
+    This process either has vLLM alone, or is one of several processes that are in a group already. In the
+    group, `tensor_parallel_size` neighbours share a model.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield "uni"
         return
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    # On CPU vLLM names shared memory by the end of its first word; two runs of a machine must not meet there.
+    # On CPU vLLM names shared memory by the end of the first argument, which must differ between two runs.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name)
-    place = (f"env://:{name[0]}", dist.get_rank(), local_rank)
-    with mock.patch.object(ExecutorWithExternalLauncher, "_distributed_args", lambda _: place):
+    distributed_args = (f"env://:{name[0]}", dist.get_rank(), local_rank)
+    with mock.patch.object(ExecutorWithExternalLauncher, "_distributed_args", lambda _: distributed_args):
         yield "external_launcher"
-    for file in Path("/dev/shm").glob(f"*{name[0]}*"):  # all have it; a process that is killed would leave it
+    # All processes have opened it by now, and a process that is killed would leave it.
+    for file in Path("/dev/shm").glob(f"*{name[0]}*"):
         file.unlink(missing_ok=True)

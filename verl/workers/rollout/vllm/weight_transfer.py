@@ -1,12 +1,12 @@
-"""The policy's weights from the trainer into vLLM's workers, and into vLLM's model.
+"""The transfer of the policy's weights from the trainer into vLLM's workers, and into vLLM's model.
 
     apart: (name, tensor) pairs --broadcast, one at a time (NCCL, gloo)--> worker -+
     colocated: (name, tensor) pairs -----------------------------------------------+-> vLLM's model
 
-With each server one training process has a group of its own: it and the server's workers. The processes,
-which gather each tensor together, share the servers out, so that none feeds them all. A server that dies
-takes no other server's group with it. All servers receive the same tensor at the same time. Both ends listen
-and connect on the address that leads from the trainer to the server; nothing is encrypted.
+With each server one training process has a group of its own, which consists of it and the server's workers.
+The processes, which gather each tensor together, share the servers out, so that none feeds them all. A server
+that dies takes no other server's group with it. All servers receive the same tensor at the same time. Both
+ends listen and connect on the address that leads from the trainer to the server. Nothing is encrypted.
 
 `WeightReceiver` is vLLM's `worker_extension_cls`, in this process or in a server's: vLLM mixes the class into
 its worker, on every rank, and `collective_rpc("rollout_...")` calls its methods.
@@ -41,38 +41,53 @@ LEAVE_SECONDS = 10.0
 Pairs = Iterable[tuple[str, Tensor]]
 
 
-# ---- the group of both ----
+# ---- the group of a training process and a server's workers ----
 
 
 class Group:
-    """One training process (rank 0) and one server's workers (ranks 1 ..): a store and a process group.
+    """A store and a process group of one training process (rank 0) and one server's workers (ranks 1 ..).
 
-    It is made without torch.distributed's default group: the trainer's is not touched, and a process that has
-    none can take part.
+    The group is made without torch.distributed's default group. The trainer's is not touched, and a process
+    that has none can take part.
     """
 
     def __init__(
         self, store: Any, backend: str, device: torch.device, rank: int, size: int, address: str
     ) -> None:
-        """Returns when all are there. `address`: of this machine, on the way to the others."""
+        """Create the group. This returns when all members have joined.
+
+        Args:
+            store: The key-value store of the group.
+            backend: "nccl" or "gloo".
+            device: The device of the tensors.
+            rank: The rank of this process in the group.
+            size: Number of members.
+            address: The address of this machine on the way to the other members.
+        """
         self._store = store
         self._device = device
-        self._told: list[str] = []  # keys of the present update's messages
+        self._told: list[str] = []  # the keys of the present update's messages
         self.under_way: Any = None  # the broadcast of the present tensor
-        prefixed = dist.PrefixStore("group", store)
+        group_store = dist.PrefixStore("group", store)
         kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
         options = kind.Options() if backend == "nccl" else kind._Options()
         options._timeout = timedelta(seconds=TRANSFER_SECONDS)
         if backend == "gloo":
             options._devices = [kind.create_device(hostname=address)]
-        self.members = kind(prefixed, rank, size, options)
+        self.members = kind(group_store, rank, size, options)
 
     @classmethod
     def lead(
         cls, backend: str, device: torch.device, address: str, size: int, invite: Callable[[int], Future[Any]]
     ) -> Group:
-        """Rank 0's side: listen on `address`, `invite` the others to the port, wait for them. Raises what the
-        invitation raised, or TimeoutError.
+        """Create the group on rank 0.
+
+        This listens on `address`, calls `invite` with the port, and waits for the others.
+
+        Raises:
+            RuntimeError: If the invitation ended before the others joined. A later error of the invitation is
+                raised as it is.
+            TimeoutError: If the others did not join in time.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
@@ -92,14 +107,16 @@ class Group:
 
     @classmethod
     def join(cls, backend: str, device: torch.device, host: str, port: int, rank: int, size: int) -> Group:
-        """The other ranks' side."""
+        """Create the group on the other ranks."""
         store = _store(host, port, None)
         store.set(f"ready/{rank}", "")
         return cls(store, backend, device, rank, size, local_address(host, port))
 
     def announce(self, update: int, number: int, message: dict[str, Any]) -> None:
-        """Tells the others what comes next; number 0 begins an update. All must have received the one before
-        it: what was told then is deleted. (No earlier, as a rank may be a few tensors behind.)
+        """Tell the others what comes next. Number 0 begins an update.
+
+        All must have received the update before it, because its messages are deleted then. (They are not
+        deleted earlier, as a rank may be a few tensors behind.)
         """
         if number == 0:
             for key in self._told:
@@ -109,7 +126,11 @@ class Group:
         self._store.set(self._told[-1], json.dumps(message))
 
     def receive(self, update: int) -> Iterator[tuple[str, Tensor]]:
-        """What rank 0 announces as `update`, to its end. RuntimeError if it says that it failed."""
+        """Yield what rank 0 announces as `update`, to its end.
+
+        Raises:
+            RuntimeError: If rank 0 says that the update failed.
+        """
         number = 0
         while True:
             message = json.loads(self._store.get(f"{update}/{number}"))
@@ -124,9 +145,17 @@ class Group:
             number += 1
 
     def why_broken(self, receiving: Future[list[Any]], give_up: float) -> str:
-        """Waits until the tensor under way has arrived, or until `give_up`: "", or what is wrong. `Work.wait`
-        alone returns at once with NCCL, whoever is gone, and with gloo it waits for one that has only stopped
-        receiving.
+        """Wait until the tensor under way has arrived, or until `give_up`, and return what is wrong.
+
+        `Work.wait` alone is not enough. With NCCL it returns at once, even if a member is gone, and with gloo
+        it waits for a member that has only stopped receiving.
+
+        Args:
+            receiving: The answer of the server's workers, which should not be done yet.
+            give_up: The time, by `time.monotonic`, at which waiting ends.
+
+        Returns:
+            A reason, or "" if the tensor has arrived.
         """
         while not self.under_way.is_completed():
             if receiving.done():
@@ -136,21 +165,22 @@ class Group:
             time.sleep(0.0002)
         try:
             self.under_way.wait()
-        except RuntimeError as error:  # how torch says that a peer is gone
+        except RuntimeError as error:  # torch raises it when a peer is gone
             return f"the transfer broke: {error}"
         return ""
 
     def leave(self) -> threading.Thread:
-        """Gives up what is under way with others that may never answer. gloo's objects wait for it when they
-        are let go, so the thread does that.
+        """Give up what is under way with others that may never answer.
+
+        gloo's objects wait for it when they are released, so a thread releases them.
         """
-        left = [self.members, self.under_way]
+        abandoned = [self.members, self.under_way]
         self.under_way = None
         del self.members
 
         def end() -> None:
-            left[0].abort()
-            left.clear()
+            abandoned[0].abort()
+            abandoned.clear()
 
         thread = threading.Thread(target=end, daemon=True)
         thread.start()
@@ -158,13 +188,16 @@ class Group:
 
 
 def _why_stopped(receiving: Future[list[Any]]) -> str:
-    """Of a server whose workers should still receive."""
+    """Return the reason why a server's workers, which should still receive, have stopped."""
     return f"it stopped receiving: {receiving.exception() or 'without an error'}"
 
 
 def _store(host: str, port: int, listener: int | None) -> Any:
-    """The key-value store at an address; with a listening socket's descriptor, the one that holds it."""
-    kind: Any = dist.TCPStore  # its stubs are not complete
+    """Return the key-value store at an address.
+
+    With a listening socket's descriptor it is the store that holds the data.
+    """
+    kind: Any = dist.TCPStore  # its type stubs are incomplete
     store = kind(
         host,
         port,
@@ -178,7 +211,7 @@ def _store(host: str, port: int, listener: int | None) -> Any:
 
 
 def local_address(host: str, port: int) -> str:
-    """This machine's address on the way to another one (127.0.0.1 to itself); nothing is sent."""
+    """Return this machine's address on the way to another one (127.0.0.1 to itself). Nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -190,7 +223,13 @@ def local_address(host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class ServerWorkers:
-    """The workers of one server. call(method, **arguments): their answers, in order, some time later."""
+    """The workers of one server.
+
+    Attributes:
+        url: The address of the server.
+        num_workers: Number of its workers.
+        call: Function of (method, **arguments) that returns the workers' answers, in order, some time later.
+    """
 
     url: str
     num_workers: int
@@ -198,7 +237,10 @@ class ServerWorkers:
 
 
 class WeightSender:
-    """Brings weights to servers that are paused, over NCCL between CUDA devices or gloo between CPUs."""
+    """The trainer's side of the transfer.
+
+    It sends weights to servers that are paused, over NCCL between CUDA devices or gloo between CPUs.
+    """
 
     def __init__(self, backend: str, device: torch.device, dtype: torch.dtype) -> None:
         if backend == "nccl" and device.type != "cuda":
@@ -211,10 +253,13 @@ class WeightSender:
         self._update = 0
 
     def send(self, servers: Sequence[ServerWorkers], weights: Pairs, version: int) -> dict[str, str]:
-        """Walk `weights` once; returns why it failed by address, for servers it failed with.
+        """Walk `weights` once and send them to all servers.
 
-        Groups are set up with servers that are new. What goes wrong with `weights` itself is raised, once the
-        servers know that they got only a part.
+        Groups are set up with servers that are new. An error of `weights` itself is raised, once the servers
+        know that they got only a part.
+
+        Returns:
+            For each server that failed, its address and the reason.
         """
         self._update += 1
         failed = self._meet(servers)
@@ -236,7 +281,7 @@ class WeightSender:
                 }
                 sent_to = receiving.keys() - failed.keys()
                 for url in sent_to:
-                    if receiving[url].done():  # it should wait for this tensor
+                    if receiving[url].done():  # it should still wait for this tensor
                         failed[url] = _why_stopped(receiving[url])
                         continue
                     group = self._groups[url]
@@ -244,8 +289,8 @@ class WeightSender:
                     group.under_way = group.members.broadcast(data, 0)
                 give_up = time.monotonic() + TENSOR_SECONDS
                 for url in sent_to - failed.keys():
-                    if why := self._groups[url].why_broken(receiving[url], give_up):
-                        failed[url] = why
+                    if reason := self._groups[url].why_broken(receiving[url], give_up):
+                        failed[url] = reason
                 number += 1
         except BaseException as error:
             end = {"failed": repr(error)}
@@ -257,7 +302,7 @@ class WeightSender:
         for url in receiving.keys() - failed.keys():
             try:
                 versions = receiving[url].result(TRANSFER_SECONDS)
-            except Exception as error:  # whatever the call or the worker raised: it has no usable weights
+            except Exception as error:  # whatever the call or the worker raised, it has no usable weights
                 failed[url] = f"its workers did not take the weights: {error}"
                 continue
             if any(str(answer) != str(version) for answer in versions):
@@ -275,7 +320,7 @@ class WeightSender:
             thread.join(LEAVE_SECONDS)
 
     def _meet(self, servers: Sequence[ServerWorkers]) -> dict[str, str]:
-        """A group with each server, and with no other; why there is none, by address."""
+        """Make a group with each server, and leave all others. Returns the reasons of failures by address."""
         failed = {}
         urls = {server.url for server in servers}
         self._groups = {url: group for url, group in self._groups.items() if url in urls}
@@ -283,7 +328,7 @@ class WeightSender:
             if server.url not in self._groups:
                 try:
                     self._groups[server.url] = self._join(server)
-                except Exception as error:  # torch raises what its store and sockets raise
+                except Exception as error:  # torch passes on whatever its store and sockets raise
                     failed[server.url] = f"no group with its workers: {error}"
         return failed
 
@@ -306,10 +351,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Methods for vLLM's `Worker`; `self` is the worker.
+    """The worker's side: methods for vLLM's `Worker`. `self` is the worker.
 
-    Over HTTP arguments are strings. Errors go back to the caller; a server lives on, with weights of which
-    only a part may be new.
+    Over HTTP arguments are strings. Errors go back to the caller. A server lives on after an error, but
+    perhaps only a part of its weights is new.
     """
 
     rank: int
@@ -324,38 +369,43 @@ class WeightReceiver:
         self.model_runner.sampler = SessionSampler(self.model_runner)
 
     def rollout_join(self, backend: str, host: str, port: str, size: str) -> None:
-        """Enter the group of the trainer that listens there."""
+        """Enter the group of the trainer that listens at this address."""
         device = self.device if backend == "nccl" else torch.device("cpu")
         self._rollout_group = Group.join(backend, device, host, int(port), 1 + self.rank, int(size))
 
     def rollout_receive(self, update: str, version: str) -> str:
-        """Take the weights that the trainer broadcasts; answers their version."""
+        """Take the weights that the trainer broadcasts, and return their version."""
         stream = self._rollout_group.receive(int(update))
         try:
             self.rollout_load_weights(stream)
         finally:
-            for _ in stream:  # also after an error: nobody else must wait for this worker
+            for _ in stream:  # also after an error, as nobody else must wait for this worker
                 pass
         return version
 
     def rollout_load_weights(self, weights: Pairs) -> None:
         """Take the whole model: each tensor in full (not a shard), in the checkpoint's format.
 
-        They are cast to the model's dtype and cut to this rank's shard. At most the tensors of one layer are
-        held, if those of a layer come one after another. KV state of the old weights is the caller's
-        business. ValueError for unknown, missing or wrongly shaped ones.
+        The tensors are cast to the model's dtype and cut to this rank's shard. At most the tensors of one
+        layer are held, if those of a layer come one after another. The caller has to see to KV state of the
+        old weights.
+
+        Raises:
+            ValueError: If weights are unknown, missing or wrongly shaped.
         """
         shapes = expected_shapes(self.model_config.hf_config, self.model_config.trust_remote_code)
         self._rollout_reload(checked_weights(weights, shapes))
 
     def _rollout_reload(self, weights: Pairs) -> None:
-        """A plain copy into the parameters would be wrong for two reasons.
+        """Load the weights by vLLM's layer-wise reload.
 
-        - vLLM merges and repacks matrices when it loads them (q, k, v into one; on CPU into oneDNN's own
-          layout, the original is dropped). vLLM's layer-wise reload builds each layer anew and keeps the
-          storage that is in use.
-        - With tied embeddings that reload never sees a tensor for `lm_head`, so on CPU the head's packed copy
-          would stay that of the old weights, silently: it is packed again here.
+        A plain copy into the parameters would be wrong for two reasons:
+
+        - vLLM merges and repacks matrices when it loads them. It joins q, k and v into one, and on CPU it
+          drops the original of matrices in oneDNN's own layout. The layer-wise reload builds each layer anew
+          and keeps the storage that is in use.
+        - With tied embeddings that reload never sees a tensor for `lm_head`. On CPU the head's packed copy
+          would silently stay that of the old weights, so it is packed again here.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
@@ -369,13 +419,16 @@ class WeightReceiver:
             initialize_layerwise_reload(model)
             try:
                 model.load_weights(weights)
-            finally:  # also after an error: until then the model lies on the meta device
+            finally:  # also after an error, because the model lies on the meta device until then
                 finalize_layerwise_reload(model, worker.model_config)
             _repack_tied_head(model)
 
 
 def expected_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter that a full set of weights must have; no tied `lm_head.weight`."""
+    """Return name and shape of every parameter that a full set of weights must have.
+
+    A tied `lm_head.weight` is not among them.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
