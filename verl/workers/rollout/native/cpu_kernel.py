@@ -48,10 +48,11 @@ ACTIVATION_CODES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def _compiled(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., Any]:
-    """The machine code is kept beside the source or in the user's cache folder, if either can be written.
+    """Compile a kernel with numba.
 
-    What a kernel calls becomes part of it (forceinline): with calls left in it, the sampler rounded otherwise
-    in the process that compiled it than in those that loaded its machine code.
+    The machine code is kept beside the source or in the user's cache folder, if either can be written. What a
+    kernel calls becomes part of it (forceinline). With calls left in it, the sampler rounded otherwise in the
+    process that compiled it than in those that loaded its machine code.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": True}
     options["fastmath"] = fastmath
@@ -129,7 +130,7 @@ def _store(x, like):
 
 @_exactly
 def exp_nonpositive(x):
-    """exp of a float32 x <= 0, within 2 units in the last place (the polynomial of Cephes' expf)."""
+    """Return exp of a float32 x <= 0, within 2 units in the last place (the polynomial of Cephes' expf)."""
     n = np.int32(x * _LOG2_E - _HALF)
     steps = np.float32(n)
     r = (x - steps * _LN_2_HIGH) - steps * _LN_2_LOW
