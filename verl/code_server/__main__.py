@@ -1,4 +1,4 @@
-"""python -m verl.code_server: the code server, see app.py."""
+"""Start the code server with `python -m verl.code_server` (its HTTP API is described in app.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests as requests carry them, and whether an output is the expected one: Open-Instruct's formats."""
+"""The tests of a request and the comparison of outputs, in Open-Instruct's formats."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ import zlib
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-MAX_TEST_BYTES = 64 << 20  # unpacked, all of a request
+MAX_TEST_BYTES = 64 << 20  # the limit for all tests of a request, unpacked
 MAX_TESTS = 10_000
 
 
 class PlainUnpickler(pickle._Unpickler):
-    """Unpickles plain data only: it finds no class and no function. Python's own, as the one in C allocates
-    whatever an index in the data says."""
+    """An unpickler of plain data only, which finds no class and no function.
+
+    It is Python's own unpickler, because the one in C allocates as much as an index in the data says.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
 
 def decode_tests(tests: Any) -> list[Any]:
-    """The tests of a request: a list, JSON text, or base64(zlib(pickle)). Nothing given is no tests.
+    """Return the tests of a request, which are a list, JSON text, or base64(zlib(pickle)).
+
+    An empty value means that there are no tests.
 
     Raises:
-        ValueError: they are none of these, or too many or too large.
+        ValueError: If they are none of these, or if they are too many or too large.
     """
     if not tests:
         return []
@@ -38,8 +42,8 @@ def decode_tests(tests: Any) -> list[Any]:
             tests = unpickle(tests)
     if not isinstance(tests, list):
         raise ValueError(f"tests: found a {type(tests).__name__}, expected a list or text of one")
-    texts = [part for test in tests for part in (test.values() if isinstance(test, dict) else [test])]
-    flat = [part for text in texts for part in (text if isinstance(text, list) else [text])]
+    texts = [value for test in tests for value in (test.values() if isinstance(test, dict) else [test])]
+    flat = [value for text in texts for value in (text if isinstance(text, list) else [text])]
     if len(flat) > 100 * MAX_TESTS or len(tests) > MAX_TESTS:
         raise ValueError(f"tests: found {len(tests)}, expected at most {MAX_TESTS}")
     if sum(len(text) for text in flat if isinstance(text, str)) > MAX_TEST_BYTES:
@@ -57,15 +61,17 @@ def unpickle(text: str) -> Any:
         return PlainUnpickler(io.BytesIO(data)).load()
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"tests: found text that is neither JSON nor base64 of zlib ({error})") from None
-    except Exception as error:  # a hostile pickle fails in any way
+    except Exception as error:  # a hostile pickle may fail in any way
         raise ValueError(f"tests: the pickle can't be read ({type(error).__name__}: {error})") from None
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether the stripped lines are equal, as text or as decimal numbers word by word."""
-    lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
-    return len(lines) == len(wanted) and all(
-        line == want or same_numbers(line, want) for line, want in zip(lines, wanted, strict=True)
+    """Return whether the stripped lines are equal, as text or as decimal numbers word by word."""
+    lines, expected_lines = (
+        [line.strip() for line in text.strip().split("\n")] for text in (output, expected)
+    )
+    return len(lines) == len(expected_lines) and all(
+        line == want or same_numbers(line, want) for line, want in zip(lines, expected_lines, strict=True)
     )
 
 

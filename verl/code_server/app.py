@@ -1,4 +1,6 @@
-"""The code server's HTTP API, as Open-Instruct's: `uvicorn verl.code_server.app:app`, or see __main__.py.
+"""The code server's HTTP API, which is Open-Instruct's.
+
+Start it with `uvicorn verl.code_server.app:app`, or see __main__.py.
 
 POST /test_program        {"program", "tests": ["assert f(1) == 2", ..], "max_execution_time"}
 POST /test_program_stdio  {"program", "tests": [{"input", "output"}, ..], "max_execution_time"}
@@ -40,7 +42,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
-def check_text(value: Any) -> str:  # it may hold what UTF-8 can't
+def check_text(value: Any) -> str:  # the text may hold what UTF-8 can't encode
     if isinstance(value, str):
         return value
     raise ValueError(f"found a {type(value).__name__}, expected text")
@@ -64,8 +66,14 @@ class RunRequest(BaseModel):
 
 @dataclass(frozen=True)
 class Settings:
-    """sandbox: auto, namespaces, landlock or none. workers: programs at once. allow_packages: that programs
-    may import, beside Python's own."""
+    """The settings of the server.
+
+    Attributes:
+        sandbox: The walls: auto, namespaces, landlock or none.
+        workers: The number of programs that run at once.
+        limits: The limits of each sandbox.
+        allow_packages: The packages that programs may import, in addition to Python's own.
+    """
 
     sandbox: str = "auto"
     workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -74,16 +82,20 @@ class Settings:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The server; it builds its walls at its start. NoWalls (a ValueError) ends it there."""
+    """Return the server, which builds its walls when it starts.
+
+    NoWalls (a ValueError) ends the server there.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with contextlib.suppress(PermissionError):  # root's server goes before programs; they run at 0
+        # A server of root gets priority over the programs, which run at 0.
+        with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, min(-5, os.getpriority(os.PRIO_PROCESS, 0)))
         walls = choose_walls(settings.sandbox, settings.limits, settings.allow_packages)
         app.state.supervisor = supervisor = Supervisor(walls, settings.workers)
         log.info("code server: %s, %d programs at once", walls.description, settings.workers)
-        gc.freeze()  # what lives as long as the server is not looked at again and again
+        gc.freeze()  # so that collections skip the objects that live as long as the server
         watch = asyncio.create_task(supervisor.stock.watch(settings.limits.memory_mb << 20))
         try:
             yield
@@ -128,8 +140,8 @@ def create_app(settings: Settings) -> FastAPI:
     @app.post("/run", responses=REFUSALS, openapi_extra=body_of(RunRequest))
     async def run(request: Request) -> JSONResponse:
         supervisor: Supervisor = app.state.supervisor
-        given = await parse(request, RunRequest)
-        run = await supervisor.run(given.program, given.stdin, given.max_execution_time)
+        body = await parse(request, RunRequest)
+        run = await supervisor.run(body.program, body.stdin, body.max_execution_time)
         return JSONResponse(dict(zip(("stdout", "outcome", "runtime"), run, strict=True)))
 
     @app.exception_handler(QueueFull)
@@ -146,25 +158,34 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 async def parse(request: Request, model: type[Body]) -> Body:
-    """The body of a request. 413: it is above MAX_BODY_BYTES, by its header or as it arrives. 422: it is not
-    of the model's shape. FastAPI would do this at three times the cost."""
-    parts = []
+    """Read and check the body of a request.
+
+    FastAPI would do this at three times the cost.
+
+    Raises:
+        HTTPException: With 413 if the body is above MAX_BODY_BYTES, by its header or while it arrives, and
+            with 422 if it does not have the model's shape.
+    """
+    chunks = []
     num_bytes = 0
     length = request.headers.get("content-length", "0")
     too_large = not length.isdigit() or int(length) > MAX_BODY_BYTES
     while not too_large:
         message = await request.receive()
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
+        chunks.append(message.get("body", b""))
+        num_bytes += len(chunks[-1])
         too_large = num_bytes > MAX_BODY_BYTES
         if not message.get("more_body"):
             break
     if too_large:
         raise HTTPException(413, f"The body has more than {MAX_BODY_BYTES} bytes")
     try:
-        return model.model_validate(json.loads(b"".join(parts)))
-    except ValidationError as error:  # without what the request held: it may be no JSON
-        problems = [{"loc": ("body", *e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+        return model.model_validate(json.loads(b"".join(chunks)))
+    except ValidationError as error:  # The values of the request are left out, as they may not fit into JSON.
+        problems = [
+            {"loc": ("body", *problem["loc"]), "msg": problem["msg"], "type": problem["type"]}
+            for problem in error.errors()
+        ]
         raise HTTPException(422, problems) from None
     except (ValueError, RecursionError) as error:
         raise HTTPException(

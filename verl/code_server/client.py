@@ -1,10 +1,13 @@
-"""Asks code servers, or one of its own. Environments and verifiers run programs through this alone.
+"""The client of the code server.
+
+Environments and verifiers run programs through this module alone.
 
     CodeClient(url).test(program, tests, stdio, limit) -> ([1, 0, ..], [seconds, -1.0, ..])
-    CodeClient(url).run(program, stdin, limit) -> (stdout, outcome)      CouldNotVerify: nobody knows
+    CodeClient(url).run(program, stdin, limit) -> (stdout, outcome)
 
-A server may be any with Open-Instruct's API. Without an address (nor CODE_API_URL in the environment) each
-process starts one server of its own at the first program; it ends with the process, however that ends.
+Both raise CouldNotVerify if no server answers. Any server with Open-Instruct's API will do. Without an
+address, and without CODE_API_URL in the environment, each process starts one server of its own at the first
+program. That server ends with the process, however the process ends.
 """
 
 import atexit
@@ -29,22 +32,25 @@ import httpx
 from verl.verifiers.base import CouldNotVerify
 
 URL_VARIABLE = "CODE_API_URL"
-QUEUE_SECONDS = 300.0  # that a program may wait for its turn, beside what its tests may take
+QUEUE_SECONDS = 300.0  # the time that a program may wait for its turn, in addition to the time of its tests
 START_SECONDS = 60.0
 TRY_AGAIN = (429, 500, 502, 503, 504)
-TORN = (ValueError, TypeError, LookupError, RecursionError)  # what a reply of another shape raises
+TORN = (ValueError, TypeError, LookupError, RecursionError)  # the errors that a reply of another shape raises
 
 Read = TypeVar("Read")
 _turns = itertools.count(os.getpid())  # processes start at different servers
 
 
 class CodeClient:
-    """Threads and processes may share it. CouldNotVerify: no server gave an answer in time.
+    """A client of one or several code servers, which threads and processes may share.
+
+    Its methods raise CouldNotVerify if no server gives an answer in time.
 
     Args:
-        url: one address or several with commas between; Open-Instruct's `.../test_program` too. None: what
-            CODE_API_URL says, else a server of its own.
-        queue_seconds: that a program may wait at a server before it is "could not verify".
+        url: One address, or several with commas between. Open-Instruct's `.../test_program` will do, too.
+            None for the address in CODE_API_URL, or else for a server of this process's own.
+        queue_seconds: The seconds that a program may wait for its turn at a server. After that the methods
+            raise CouldNotVerify.
     """
 
     def __init__(self, url: str | None = None, queue_seconds: float = QUEUE_SECONDS) -> None:
@@ -59,29 +65,40 @@ class CodeClient:
     def test(
         self, program: str, tests: Sequence[Any] | str, stdio: bool = False, limit: float = 1.0
     ) -> tuple[list[int], list[float]]:
-        """(1 or 0 per test, seconds per test or -1.0 where it did not pass).
+        """Test a program, and return which tests passed and how long each took.
 
         Args:
-            tests: texts of asserts, or {"input", "output"} with `stdio`; or Open-Instruct's packed text.
-            limit: seconds for the load of the program and for each test.
+            program: The text of the program.
+            tests: Texts of asserts, {"input", "output"} with `stdio`, or Open-Instruct's packed text.
+            stdio: Whether the tests compare standard output for a standard input.
+            limit: The seconds for the load of the program and for each test.
+
+        Returns:
+            1 or 0 for each test, and the seconds of each test, which are -1.0 if it did not pass.
         """
         number = None if isinstance(tests, str) else len(tests)
         if number == 0:
             return [], []
         path = "/test_program_stdio" if stdio else "/test_program"
         body = {"program": program, "tests": tests, "max_execution_time": limit}
-        # packed tests: their number is unknown here; no list of a dataset takes longer than 100
+        # The number of packed tests is unknown here. No list of a dataset takes longer than 100 tests.
         seconds = limit * (1 + (number or 100)) + self.queue_seconds
         return ask(self.urls, path, body, seconds, lambda reply: read_results(reply, number))
 
     def run(self, program: str, stdin: str = "", limit: float = 1.0) -> tuple[str, str]:
-        """(what the program prints, "passed" or what went wrong, as in the server's outcomes)."""
+        """Run a program, and return its standard output and its outcome.
+
+        The outcome is "passed" or says what went wrong, as in the server's outcomes.
+        """
         body = {"program": program, "stdin": stdin, "max_execution_time": limit}
         return ask(self.urls, "/run", body, limit + self.queue_seconds, itemgetter("stdout", "outcome"))
 
 
 def read_results(reply: Any, number: int | None) -> tuple[list[int], list[float]]:
-    """The 0 or 1 and the seconds of each test. Any of `TORN`: there is not one for each."""
+    """Return the 0 or 1 and the seconds of each test in a reply.
+
+    Raises any of `TORN` if the reply does not have one of both for each test.
+    """
     results = reply["results"]
     runtimes = reply["runtimes"]
     if (
@@ -94,23 +111,31 @@ def read_results(reply: Any, number: int | None) -> tuple[list[int], list[float]
 
 
 def ask(urls: Sequence[str], path: str, body: Any, seconds: float, read: Callable[[Any], Read]) -> Read:
-    """What `read` makes of the first whole reply to a request; it may raise any of `TORN`. Servers are asked
-    one after the other until the time is up; without one, it is the process's own code server.
+    """Send a request to code servers until one gives a whole reply, and return what `read` makes of it.
+
+    The servers are asked one after the other until the time is up.
+
+    Args:
+        urls: The addresses of the servers. If there are none, the process's own code server is asked.
+        path: The path of the request.
+        body: The body of the request, which is sent as JSON.
+        seconds: The time after which to give up.
+        read: Takes the reply. It may raise any of `TORN` for a reply of another shape.
 
     Raises:
-        CouldNotVerify: no server gave an answer in time, or one refused the request.
+        CouldNotVerify: If no server gave an answer in time, or if one refused the request.
     """
     deadline = time.monotonic() + seconds
     pause = 0.1
     reason = "no time"
     url = ""
-    content = json.dumps(body)  # in ASCII: half a surrogate pair can't be sent otherwise
-    while (left := deadline - time.monotonic()) > 0:
+    content = json.dumps(body)  # in ASCII, because half a surrogate pair can't be sent otherwise
+    while (remaining := deadline - time.monotonic()) > 0:
         bases = urls or [own_server().url]
         url = bases[next(_turns) % len(bases)] + path
         wait = pause = min(2 * pause, 5.0)
         try:
-            timeout = httpx.Timeout(left, connect=min(left, 10.0))
+            timeout = httpx.Timeout(remaining, connect=min(remaining, 10.0))
             answer = connections().post(url, content=content, timeout=timeout)
             if answer.status_code == 200:
                 return read(answer.json())
@@ -126,15 +151,21 @@ def ask(urls: Sequence[str], path: str, body: Any, seconds: float, read: Callabl
 
 @cache
 def connections() -> httpx.Client:
-    """This process's connections; unused ones are closed before uvicorn closes its end."""
+    """Return this process's connections.
+
+    Unused ones are closed before uvicorn closes its end.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0)
     return httpx.Client(headers={"Content-Type": "application/json"}, limits=limits, trust_env=False)
 
 
 # -------------------------------------------------------------------------------- a server of its own
 class OwnServer:
-    """A code server of this process. It listens on a socket that this process opened, and ends when the pipe
-    to its stdin is closed: with `close`, or as this process is gone."""
+    """A code server of this process.
+
+    It listens on a socket that this process has opened. It ends when the pipe to its stdin is closed, which
+    happens in `close` or when this process is gone.
+    """
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "verl.code_server", "--until_stdin_closes"]
@@ -146,7 +177,7 @@ class OwnServer:
                     [*command, "--fd", str(number), "--allow_packages", "numpy"],
                     stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[number], start_new_session=True,
                 )  # fmt: skip
-            try:  # the socket is the server's alone now: a server that ends takes this request with it
+            try:  # The socket now belongs to the server alone, so this request fails if the server ends.
                 reply = httpx.get(f"{self.url}/health", timeout=START_SECONDS, trust_env=False)
                 reply.raise_for_status()
             except httpx.HTTPError as error:
@@ -157,7 +188,7 @@ class OwnServer:
 
     def close(self) -> None:
         try:
-            self.process.communicate(timeout=5.0)  # closes its stdin
+            self.process.communicate(timeout=5.0)  # this closes its stdin
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -168,7 +199,7 @@ _own_lock = threading.Lock()
 
 
 def own_server() -> OwnServer:
-    """This process's server, started where there is none or it has died."""
+    """Return this process's server, which is started if there is none or if it has died."""
     global _own
     with _own_lock:
         if _own is None or _own.process.poll() is not None:
@@ -177,6 +208,6 @@ def own_server() -> OwnServer:
         return _own
 
 
-# In a fork: server and connections are its parent's.
+# In a fork the server and the connections belong to the parent.
 os.register_at_fork(after_in_child=lambda: globals().update(_own=None, _own_lock=threading.Lock()))
 os.register_at_fork(after_in_child=connections.cache_clear)

@@ -4,8 +4,9 @@
     ["l", ..] list   ["t", ..] tuple   ["s", ..] set   ["z", ..] frozenset   ["d", key, value, ..] dict
     ["m", name, ..]  a type of MAKERS from its arguments              ["h", n]    handle    ["c", n]  callback
 
-Nothing here runs code that the other side names, and every size is bounded. The modules are C alone (`_json`,
-`_socket`), as each module that a sandbox has loaded makes each of its forks slower.
+Nothing here runs code that the other side names, and every size is bounded. This module imports only modules
+that are written in C (`_json`, `_socket`), because each module that a sandbox has loaded makes each of its
+forks slower.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MAX_BYTES = 8 << 20  # of one message
-MAKERS: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {  # the module of a type, and a value's arguments
+MAX_BYTES = 8 << 20  # the limit of one message
+# The module of a type, and a function that returns the arguments which make a value of it.
+MAKERS: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "complex": ("builtins", lambda value: [value.real, value.imag]),
     "range": ("builtins", lambda value: [value.start, value.stop, value.step]),
     "bytearray": ("builtins", lambda value: [bytes(value)]),
@@ -31,18 +33,27 @@ escape: Callable[[str], str] = _json.encode_basestring_ascii
 
 
 class Torn(BaseException):
-    """The other side is gone, or sent what is no message. No `except Exception` of a test may hide it."""
+    """The error that the other side is gone, or has sent something other than a message.
+
+    It is a BaseException so that no `except Exception` of a test hides it.
+    """
 
 
 class TooLarge(Torn):
-    """A message above MAX_BYTES."""
+    """The error that a message is above MAX_BYTES."""
 
 
 def encode(value: Any, other: Callable[[Any], list[Any]]) -> str:
-    """The JSON text of a value. Subclasses of plain types become the plain type.
+    """Return the JSON text of a value.
 
-    other: gives the parts of the list that stands for an object of no plain type. RecursionError: it is
-    nested too deep, or within itself.
+    A value of a subclass of a plain type becomes one of the plain type.
+
+    Args:
+        value: The value.
+        other: Takes an object of no plain type, and returns the items of the list that stands for it.
+
+    Raises:
+        RecursionError: If the value is nested too deep, or within itself.
     """
     kind = type(value)
     if value is None:
@@ -97,7 +108,7 @@ def parse_int(text: str) -> int:
 
 
 class ScannerSettings:
-    """What the C scanner of JSON asks for."""
+    """The settings that the C scanner of JSON asks for."""
 
     strict = False
     object_hook = None
@@ -113,10 +124,15 @@ scan = _json.make_scanner(settings)
 
 
 def decode(text: str, other: Callable[[str, int], Any]) -> Any:
-    """The value of a text of `encode`. other: gives the object of a handle ("h") or callback ("c").
+    """Return the value of a text that `encode` made.
+
+    Args:
+        text: The text.
+        other: Takes "h" and the number of a handle, or "c" and the number of a callback, and returns its
+            object.
 
     Raises:
-        Torn: the text is no such text, whatever it is.
+        Torn: If `encode` can't have made the text, whatever the text is.
     """
     try:
         tree, end = scan(text, 0)
@@ -132,35 +148,35 @@ def decode(text: str, other: Callable[[str, int], Any]) -> Any:
 def build(tree: Any, other: Callable[[str, int], Any]) -> Any:
     if type(tree) is not list:
         return tree
-    tag, *parts = tree
+    tag, *items = tree
     if tag == "l":
-        return [build(part, other) for part in parts]
+        return [build(item, other) for item in items]
     if tag == "f":
-        (text,) = parts
+        (text,) = items
         return float.fromhex(text)
     if tag == "t":
-        return tuple([build(part, other) for part in parts])
+        return tuple([build(item, other) for item in items])
     if tag == "d":
-        keys = [build(part, other) for part in parts[::2]]
-        return dict(zip(keys, [build(part, other) for part in parts[1::2]], strict=True))
+        keys = [build(item, other) for item in items[::2]]
+        return dict(zip(keys, [build(item, other) for item in items[1::2]], strict=True))
     if tag in ("s", "z"):
-        return (set if tag == "s" else frozenset)([build(part, other) for part in parts])
+        return (set if tag == "s" else frozenset)([build(item, other) for item in items])
     if tag == "i":
-        (text,) = parts
+        (text,) = items
         return int(text, 16)
     if tag == "b":
-        (text,) = parts
+        (text,) = items
         return text.encode("latin1")
-    if tag == "m" and parts[0] == "ndarray":
-        _, rows, dtype = parts
+    if tag == "m" and items[0] == "ndarray":
+        _, rows, dtype = items
         if dtype[1] not in "biufcSU" or len(dtype) > 8:
             refuse()
         return __import__("numpy").array(build(rows, other), dtype=dtype)
     if tag == "m":
-        home = __import__(MAKERS[parts[0]][0])
-        return getattr(home, parts[0])(*[build(part, other) for part in parts[1:]])
-    if tag in ("h", "c") and type(parts[0]) is int and len(parts) == 1:
-        return other(tag, parts[0])
+        home = __import__(MAKERS[items[0]][0])
+        return getattr(home, items[0])(*[build(item, other) for item in items[1:]])
+    if tag in ("h", "c") and type(items[0]) is int and len(items) == 1:
+        return other(tag, items[0])
     return refuse()
 
 
@@ -170,12 +186,12 @@ def send_fds(to: _socket.socket, data: bytes, fds: list[int]) -> None:
 
 
 def receive(of: _socket.socket) -> tuple[bytes, list[int]]:
-    """One message and the files that came with it; nothing at the end."""
+    """Receive one message and the files that come with it, or nothing at the end."""
     try:
         data, ancillary, _, _ = of.recvmsg(4096, 256)
     except OSError:
         return b"", []
-    packed = b"".join(part for _, kind, part in ancillary if kind == _socket.SCM_RIGHTS)
+    packed = b"".join(payload for _, kind, payload in ancillary if kind == _socket.SCM_RIGHTS)
     return data, [int.from_bytes(packed[i : i + 4], sys.byteorder) for i in range(0, len(packed), 4)]
 
 
@@ -192,34 +208,42 @@ def write_frame(fd: int, text: str) -> None:
 
 
 def read_frame(fd: int) -> str:
-    """The next frame. Both sides take turns, so nothing may follow it."""
-    parts = [b""]
+    """Read the next frame.
+
+    Both sides take turns, so nothing may follow the frame.
+    """
+    chunks = [b""]
     size = 4
-    held = 0
-    while held < size:
+    num_bytes = 0
+    while num_bytes < size:
         try:
-            parts.append(posix.read(fd, 1 << 16))
+            chunks.append(posix.read(fd, 1 << 16))
         except OSError:
             raise Torn("the other side is gone") from None
-        if not parts[-1]:
+        if not chunks[-1]:
             raise Torn("the other side is gone")
-        held += len(parts[-1])
-        if size == 4 and held >= 4:
-            parts = [b"".join(parts)]
-            size += int.from_bytes(parts[0][:4], "little")
+        num_bytes += len(chunks[-1])
+        if size == 4 and num_bytes >= 4:
+            chunks = [b"".join(chunks)]
+            size += int.from_bytes(chunks[0][:4], "little")
             if size > MAX_BYTES + 4:
                 raise TooLarge("a message is too large")
     try:
-        return b"".join(parts)[4:].decode("ascii") if held == size else refuse()
+        return b"".join(chunks)[4:].decode("ascii") if num_bytes == size else refuse()
     except UnicodeDecodeError:
         raise Torn("not a message") from None
 
 
 class Peer:
-    """One end of calls that may nest in both directions: while one side waits, it serves the other.
+    """One end of calls that may nest in both directions.
 
-    serve: does what a message asks, `serve(op, *arguments)`. pack, unpack: objects that are no plain data,
-    see `encode` and `decode`.
+    While one side waits for an answer, it serves the other.
+
+    Args:
+        fd: The file of the channel.
+        serve: Does what a message asks for, as `serve(op, *arguments)`.
+        pack: Packs objects that are no plain data, as `other` of `encode`.
+        unpack: Unpacks objects that are no plain data, as `other` of `decode`.
     """
 
     def __init__(
@@ -235,7 +259,10 @@ class Peer:
         self.unpack = unpack
 
     def request(self, *message: Any) -> Any:
-        """What the other side answers. Raises what it raised, as a builtin exception, or Torn."""
+        """Send a message and return the answer of the other side.
+
+        Raises the exception of the other side, as a builtin one, or Torn.
+        """
         write_frame(self.fd, encode(list(message), self.pack))
         while True:
             answer = self.answer_next()
@@ -243,7 +270,11 @@ class Peer:
                 return answer[0]
 
     def answer_next(self) -> list[Any] | None:
-        """Takes one message: serves it (None), or it is the answer that was awaited ([value])."""
+        """Take one message.
+
+        Returns [value] if the message is the answer that was awaited. Otherwise the message is served, and
+        the result is None.
+        """
         message = decode(read_frame(self.fd), self.unpack)
         if type(message) is not list or not message or type(message[0]) is not str:
             raise Torn("not a message")
@@ -263,17 +294,21 @@ class Peer:
             return None
         except Torn:
             raise
-        except BaseException as error:  # whatever it is crosses by its builtin name
+        except BaseException as error:  # any exception crosses under the name of a builtin one
             text = encode(["raise", *parts_of(error)], lambda value: ["?"])
         write_frame(self.fd, text)
         return None
 
 
 def parts_of(error: BaseException) -> list[Any]:
-    """An exception as plain data: its nearest builtin class, and its arguments where they are plain."""
-    names = [c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins"]
+    """Return an exception as plain data.
+
+    The first item is the name of its nearest builtin class, and the second is the list of its arguments,
+    where "..." replaces any that is not plain.
+    """
+    names = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"]
     plain = (str, int, float, bool, bytes, type(None))
-    return [names[0], [a if isinstance(a, plain) else "..." for a in error.args[:8]]]
+    return [names[0], [argument if isinstance(argument, plain) else "..." for argument in error.args[:8]]]
 
 
 def exception_of(name: Any, arguments: list[Any]) -> BaseException:
@@ -282,5 +317,5 @@ def exception_of(name: Any, arguments: list[Any]) -> BaseException:
         raise Torn("not a message")
     try:
         return kind(*arguments)
-    except Exception:  # such as UnicodeDecodeError, which wants certain arguments
+    except Exception:  # some classes need certain arguments, such as UnicodeDecodeError
         return RuntimeError(name)

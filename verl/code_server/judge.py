@@ -1,10 +1,13 @@
-"""The process that runs the text of tests. It holds nothing of the program but stand-ins (`Remote`).
+"""The process that runs the text of tests.
+
+It holds nothing of the program but stand-ins (`Remote`).
 
     supervisor --[tests, program]--> judge --a line for each outcome--> supervisor
     judge --(the program's code and a channel, for each test)--> prisoner --plain data--> judge
 
-A test passes when its text ran to the end, no message was torn, and no comparison was the program's own word.
-A judge serves many programs. A test that leaves nothing behind runs in its process, any other in a fork.
+A test passes if its text ran to the end, no message was torn, and no comparison rests on the program's own
+word. A judge serves many programs. A test that leaves nothing behind runs in the judge's process, and any
+other in a fork of it.
 """
 
 from __future__ import annotations
@@ -24,28 +27,31 @@ from verl.code_server.codec import Peer, TooLarge, Torn, escape, send_fds
 from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, modules_if_plain, nodes_of
 from verl.code_server.prisoner import end
 
-GONE = "gone"  # outcome for the supervisor: the prisoner had ended before the test could begin
-REPORTED = "reported"
-SHARED_SECONDS = 0.5  # that one process may run tests: its limit of CPU time is that of one test
-MAX_OUTPUT_BYTES = 1 << 20  # that all the outputs of such a process may have
+GONE = "gone"  # the outcome for the supervisor if the prisoner had ended before the test could begin
+REPORTED = "reported"  # the result of a test whose fork has reported the outcome
+# The time that one process may run tests. It is short because the limit of CPU time is that of one test.
+SHARED_SECONDS = 0.5
+MAX_OUTPUT_BYTES = 1 << 20  # the limit for all outputs of such a process
 MATH = frozenset(dir(__import__("math")))
 ALIASES = {"np": "numpy", "pd": "pandas"}
 PURE_NAMES = (
     "abc bisect cmath collections copy dataclasses datetime decimal enum fractions functools heapq itertools "
     "json math operator random re statistics string time typing"
 )
+# The prisoner says what the program's names are, and it may lie. So it may choose only between these modules,
+# and what they call by the same name. If it could give `eval` for a name of a test, it would be the judge.
 PURE = frozenset(PURE_NAMES.split())
-"""The prisoner says what the program's names are, and it may lie: so it may choose only between these
-modules, and what they call by the same name. With `eval` for a name of a test it would be the judge."""
 PACKAGES = frozenset(["numpy", "pandas", "scipy", "sympy"])
 STATELESS_NAMES = "bisect cmath collections fractions heapq itertools math re string typing"
 STATELESS = frozenset(STATELESS_NAMES.split())
 
 
 class Remote:
-    """Stands for an object of the program. Attributes, calls and iteration are messages to the prisoner; it
-    equals no plain value, whatever its class says. Where two of them are compared the program's own word
-    decides, which is noted: such a test does not pass.
+    """A stand-in for an object of the program.
+
+    Attributes, calls and iteration are messages to the prisoner. A stand-in equals no plain value, whatever
+    its class says. If two stand-ins are compared, the program's own word decides. That is noted, and such a
+    test does not pass.
     """
 
     def __init__(self, test: Test, number: int) -> None:
@@ -115,15 +121,17 @@ for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul"):
 
 
 class Test:
-    """One test: its channel to the prisoner, the objects on both sides, and what happened."""
+    """One test, with its channel to the prisoner, the objects on both sides, and what happened in it."""
 
     def __init__(self, fd: int) -> None:
         self.peer = Peer(fd, self.serve, self.pack, self.unpack)
         self.callbacks: list[Any] = []
         self.mutations: list[tuple[Any, Any]] = []
         self.opaque = self.failed = False
-        self.modules: set[str] = set()  # that the test's names come from
-        self.answering = False  # a callback's result brings no class: `type` makes one that equals all
+        self.modules: set[str] = set()  # the modules that the test's names come from
+        # Whether the result of a callback is being packed. It may not bring a class to the program, as `type`
+        # makes one that equals everything.
+        self.answering = False
 
     def pack(self, value: Any) -> list[Any]:
         if isinstance(value, Remote):
@@ -144,12 +152,15 @@ class Test:
             result = self.callbacks[number](*values)
             self.answering = True
             return result
-        except AssertionError:  # whatever the program makes of it
+        except AssertionError:  # the test has failed, whatever the program makes of the error
             self.failed = True
             raise
 
     def ask(self, op: str, *args: Any) -> Any:
-        """Asks the prisoner. Only `next` may end an iteration, or a call could end one of the test's."""
+        """Ask the prisoner and return its answer.
+
+        Only `next` may end an iteration. Otherwise a call could end an iteration of the test's.
+        """
         self.answering = False
         try:
             return self.peer.request(op, *args)
@@ -159,8 +170,10 @@ class Test:
             raise RuntimeError(f"the program raised {type(error).__name__}") from None
 
     def apply_mutations(self) -> None:
-        """What a call did to its arguments becomes visible when the statement of the call has ended: not
-        within `assert f(x) == sorted(x)`, where the program would choose both sides.
+        """Make visible what calls have done to their arguments.
+
+        This happens when the statement of a call has ended. Within a statement such as
+        `assert f(x) == sorted(x)` the program would otherwise choose both sides.
         """
         for before, now in self.mutations:
             before.clear()
@@ -170,20 +183,27 @@ class Test:
     def namespace(
         self, nodes: list[Any], modules: list[str] | None = None
     ) -> tuple[dict[str, Any], list[Any] | None]:
-        """The names of the program that the test uses, and what loading the program raised.
+        """Return the names of the program that the test uses, and the exception of loading the program.
 
-        A builtin, a name of `math` or a module is the judge's own, whatever the program calls by its name;
-        unless the test uses no other name of the program, which makes it the function under test.
+        A builtin, a name of `math` or a module is the judge's own, whatever the program calls by that name.
+        It is the program's only if the test uses no other name of the program, because it is then the
+        function under test.
+
+        Args:
+            nodes: The nodes of the test's tree.
+            modules: The modules of a plain program. None if the program is not plain.
         """
         used = {node.id for node in nodes if isinstance(node, _ast.Name)}
         bases = {
-            n.value.id for n in nodes if isinstance(n, _ast.Attribute) and isinstance(n.value, _ast.Name)
+            node.value.id
+            for node in nodes
+            if isinstance(node, _ast.Attribute) and isinstance(node.value, _ast.Name)
         }
         used = {name for name in used if not (name.startswith("__") and name.endswith("__"))}
-        problem, found = self.peer.request("lookup", sorted(used), modules)
+        problem, sources = self.peer.request("lookup", sorted(used), modules)
         names: dict[str, Any] = {"__builtins__": dict(vars(builtins)), "__name__": "__test__"}
         doubtful: dict[str, Any] = {}
-        for name, (kind, *where) in found.items():
+        for name, (kind, *where) in sources.items():
             if name not in used:
                 raise Torn("a name that was not asked for")
             if hasattr(builtins, name):
@@ -200,8 +220,8 @@ class Test:
                 doubtful[name] = where[0]
             else:
                 names[name] = where[0]
-        own = {"__builtins__", "__name__"}
-        if all(name in own or isinstance(value, type(sys)) for name, value in names.items()):
+        judges_names = {"__builtins__", "__name__"}
+        if all(name in judges_names or isinstance(value, type(sys)) for name, value in names.items()):
             names.update(doubtful)
         else:
             math = __import__("math")
@@ -209,8 +229,11 @@ class Test:
         return names, problem
 
     def import_name(self, module: str, name: str) -> Any:
-        """A module, or what it calls `name`; None where this process can't import it."""
-        if not (isinstance(module, str) and all(part.isidentifier() for part in module.split("."))):
+        """Import a module, or what it calls `name`.
+
+        Returns None if this process can't import it.
+        """
+        if not (isinstance(module, str) and all(component.isidentifier() for component in module.split("."))):
             raise Torn("not a module")
         self.modules.add(module)
         try:
@@ -220,19 +243,21 @@ class Test:
             return None
 
     def is_plain(self, nodes: list[Any]) -> bool:
-        """Whether the test can leave nothing behind but its own names."""
+        """Return whether the test can leave nothing behind but its own names."""
         for node in nodes:
             if isinstance(node, _ast.Import):
                 self.modules.update(alias.name for alias in node.names)
             elif isinstance(node, _ast.ImportFrom):
                 self.modules.add(str(node.module))
-                self.modules.update(a.name for a in node.names if a.name in sys.stdlib_module_names)
+                self.modules.update(
+                    alias.name for alias in node.names if alias.name in sys.stdlib_module_names
+                )
             elif isinstance(node, _ast.Name):
                 if node.id not in SAFE_BUILTINS and hasattr(builtins, node.id):
                     return False
             elif isinstance(node, _ast.Attribute):
-                a_module = node.attr in sys.stdlib_module_names and node.attr != "copy"  # as in typing.sys
-                if a_module or node.attr[0] == "_" or isinstance(node.ctx, _ast.Store):
+                is_module = node.attr in sys.stdlib_module_names and node.attr != "copy"  # as in typing.sys
+                if is_module or node.attr[0] == "_" or isinstance(node.ctx, _ast.Store):
                     return False
             elif node.__class__ not in PLAIN_NODES:
                 return False
@@ -240,7 +265,7 @@ class Test:
 
 
 def apply_after_each_statement(nodes: list[Any]) -> None:
-    """Puts a call of `__apply__` after each statement but the last one of all."""
+    """Insert a call of `__apply__` after each statement but the last one of all."""
     for node in nodes:
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(node, field, None)
@@ -255,31 +280,46 @@ def apply_after_each_statement(nodes: list[Any]) -> None:
 
 
 class Processes:
-    """Where the program runs: behind `link`, in a process for each test. modules: those of a program that
-    leaves nothing behind (else None): its tests share a process for SHARED_SECONDS or until `until` is 0."""
+    """The processes in which a program runs, one for each test, behind `link`.
+
+    The tests of a program that leaves nothing behind share a process for SHARED_SECONDS, or until `until` is
+    set to 0.
+
+    Args:
+        link: The socket to the prisoner.
+        code: The file with the program's code.
+        modules: The modules of a program that leaves nothing behind. None for any other program.
+    """
 
     def __init__(self, link: _socket.socket, code: int, modules: list[str] | None) -> None:
         self.link = link
         self.code = code
         self.modules = modules
         self.until = 0.0
-        self.channels: list[_socket.socket] = []  # of the last process, and of the one that may have to end
+        # The channel of the last process, and before it that of a process that may still have to end.
+        self.channels: list[_socket.socket] = []
 
     def next_test(self) -> tuple[Test, bool]:
-        """A test with its channel, and has its process run others before. OSError: there are no more."""
+        """Return a test with its channel, and whether its process has run other tests before.
+
+        Raises OSError if there are no more processes.
+        """
         reused = monotonic() < self.until
         if not reused:
-            mine, theirs = _socket.socketpair()
-            send_fds(self.link, b"f", [self.code, theirs.fileno()])
-            theirs.close()
-            self.channels = [*self.channels[-1:], mine]
+            judge_end, prisoner_end = _socket.socketpair()
+            send_fds(self.link, b"f", [self.code, prisoner_end.fileno()])
+            prisoner_end.close()
+            self.channels = [*self.channels[-1:], judge_end]
             self.until = monotonic() + SHARED_SECONDS if self.modules is not None else 0.0
         return Test(self.channels[-1].fileno()), reused
 
 
 class TestRunner:
-    """Judges the tests of one program. Each line of the file `reports` is an outcome, the time on the
-    monotonic clock and for stdio what the program printed: "loaded", then one for each test, in order."""
+    """A judge of the tests of one program.
+
+    Each line of the file `reports` is an outcome, the time on the monotonic clock, and for stdio the output
+    of the program. The first line is "loaded". Then there is one line for each test, in order.
+    """
 
     def __init__(self, reports: int, alone: bool, lock: Callable[[], None]) -> None:
         self.reports = reports
@@ -292,8 +332,16 @@ class TestRunner:
     def judge(
         self, texts: list[str], program: str, stdio: bool, code: int, link: _socket.socket | None
     ) -> None:
-        """Compiles the program to the file `code` and judges its tests. stdio: the texts are inputs, and the
-        supervisor compares what the program prints, and sees to the tests that can't share a process."""
+        """Compile the program to the file `code` and judge its tests.
+
+        Args:
+            texts: The texts of the tests, or the inputs with `stdio`.
+            program: The text of the program.
+            stdio: Whether the supervisor compares what the program prints. The supervisor then also takes
+                care of the tests that can't share a process.
+            code: The file for the program's code.
+            link: The socket to the prisoner. None to compile only.
+        """
         try:
             posix.write(code, marshal.dumps(compile(program, "<program>", "exec", 0, True)))
         except BaseException as error:  # SyntaxError, ValueError, MemoryError, RecursionError
@@ -309,21 +357,27 @@ class TestRunner:
             self.run_inputs(texts, Processes(link, code, modules))
 
     def run_inputs(self, texts: list[str], processes: Processes) -> None:
-        """Ends where the program fails, which it may not do in a process of its own, or where its process is
-        gone, or its answer too large or strange."""
-        left = MAX_OUTPUT_BYTES
+        """Run the program with each input in shared processes, as long as all goes well.
+
+        It stops where the program fails (it may succeed in a process of its own), where its process is gone,
+        and where its answer is too large or has another shape.
+        """
+        num_bytes_left = MAX_OUTPUT_BYTES
         for text in texts:
             try:
                 status, output = processes.next_test()[0].peer.request("run", text, processes.modules)
             except BaseException:
                 return
-            if status != 0 or type(output) is not bytes or len(output) > left:
+            if status != 0 or type(output) is not bytes or len(output) > num_bytes_left:
                 return
-            left -= len(output)
+            num_bytes_left -= len(output)
             self.report("passed", escape(output.decode("latin1")))
 
     def run_tests(self, texts: list[str], processes: Processes) -> None:
-        """A test that went wrong in a process with others before is run once more in one of its own."""
+        """Run the tests and report their outcomes.
+
+        A test that went wrong in a process that had run others is run once more in a process of its own.
+        """
         for index, text in enumerate(texts):
             outcome = ""
             reused = True
@@ -342,13 +396,16 @@ class TestRunner:
                 return
 
     def run_test_text(self, test: Test, text: str, modules: list[str] | None, first: bool) -> str:
-        """The outcome of a test; REPORTED: its fork has reported it. Torn: the prisoner had ended before."""
+        """Run a test and return its outcome, or REPORTED if its fork has reported the outcome.
+
+        Raises Torn if the prisoner had ended before the test could begin.
+        """
         try:
-            nodes = nodes_of(compile(text, "<test>", "exec", 0x400, True))  # of the tree alone
+            nodes = nodes_of(compile(text, "<test>", "exec", 0x400, True))  # makes the tree alone
             names, problem = test.namespace(nodes, modules)
         except Torn:
             raise
-        except BaseException as error:  # of a test that is no Python, or of a strange reply
+        except BaseException as error:  # raised for a test that is no Python, or by a strange reply
             return f"error:{type(error).__name__}"
         if first:
             self.report("loaded")
@@ -358,7 +415,8 @@ class TestRunner:
             self.run_in_fork(test, nodes, names)
             return REPORTED
         outcome = run_test(test, nodes, names)
-        names.clear()  # what a test held would last as long as its functions, which hold these names
+        # The objects of a test would otherwise last as long as its functions, which hold these names.
+        names.clear()
         test.callbacks.clear()
         test.mutations.clear()
         return outcome
@@ -368,12 +426,12 @@ class TestRunner:
         child = posix.fork()
         if child == 0:
             self.lock()
-            own = posix.getpid()
+            pid = posix.getpid()
             fd = test.peer.fd
-            # a fork of the test's own would mix its messages with the test's
+            # A fork that the test itself makes would otherwise mix its messages with the test's.
             posix.register_at_fork(after_in_child=lambda: posix.dup2(0, fd))
             outcome = run_test(test, nodes, names)
-            if posix.getpid() == own:  # no fork of the test's
+            if posix.getpid() == pid:  # this is no fork that the test has made
                 self.report(outcome)
             posix._exit(0)
         end(child, self.alone, wait=True)
@@ -384,11 +442,11 @@ class TestRunner:
 
 
 def run_test(test: Test, nodes: list[Any], names: dict[str, Any]) -> str:
-    """The outcome of one test, given by the nodes of its tree."""
+    """Run one test, given by the nodes of its tree, and return its outcome."""
     torn: list[str] = []
     answer_next = test.peer.answer_next
 
-    def answer_or_note() -> Any:  # a test that catches everything must not hide a torn message
+    def answer_or_note() -> Any:  # so that a test that catches everything can't hide a torn message
         try:
             return answer_next()
         except Torn as error:

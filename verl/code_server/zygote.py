@@ -1,10 +1,13 @@
-"""Starts sandboxes by fork: one request on its socket, one more process behind walls of its own.
+"""The process that starts sandboxes by fork.
+
+For each request on its socket it starts one more process behind walls of its own.
 
     supervisor --(role, control socket)--> zygote --fork--> walls --> b"ready" on that socket --> a program
                                                                       b"ready" again --> the next program ..
 
-The supervisor sends this file and those it imports of ours, compiled, to a bare Python (-I -S)
-that bubblewrap has locked up, or (Landlock) whose forks lock themselves up. It never runs a program.
+The supervisor compiles this file and those of ours that it imports, and sends them to a bare Python (-I -S).
+Bubblewrap has locked up that Python, or (with Landlock) its forks lock themselves up. The zygote itself never
+runs a program.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ NEWNS = 0x20000
 NEWUSER = 0x10000000
 NEWPID = 0x20000000
 NOSUID_NODEV_NOATIME = 0x406
-MAX_JUDGE_KB = 200 << 10  # of memory; a judge that has held more takes no further program
+MAX_JUDGE_KB = 200 << 10  # a judge that has held more memory than this takes no further program
 SET_PDEATHSIG = 1
 SET_DUMPABLE = 4
 SET_NO_NEW_PRIVS = 38
@@ -36,11 +39,14 @@ SET_SECCOMP = 22
 CAP_HEADER = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)  # version 3
 libc = ctypes.CDLL(None, use_errno=True)
 PRELOADED = "dataclasses typing collections math re functools itertools heapq bisect"
-settings: dict[str, Any] = {}  # see walls.py, which fills them in
+settings: dict[str, Any] = {}  # the settings from walls.py, which `main` fills in
 
 
 def must(result: int, what: str) -> int:
-    """Ends the process where a wall can't be built: no sandbox is better than an open one."""
+    """Return the result of a system call, or end the process if the call has failed.
+
+    A failed call means that a wall can't be built, and no sandbox is better than an open one.
+    """
     if result < 0:
         posix.write(2, f"sandbox: {what}: errno {ctypes.get_errno()}\n".encode())
         posix._exit(70)
@@ -55,7 +61,7 @@ def seccomp(program: bytes) -> None:
 
 
 def landlock(rights: bytes, readable: list[tuple[str, int]]) -> None:
-    """Takes `rights` from this process, but for what it may do below the paths of `readable`."""
+    """Take `rights` away from this process, except for the accesses below the paths of `readable`."""
     ruleset = must(libc.syscall(444, ctypes.c_char_p(rights), ctypes.c_size_t(len(rights)), 0), "landlock")
     for path, access in readable:
         fd = posix.open(path, posix.O_PATH | posix.O_CLOEXEC)
@@ -71,7 +77,10 @@ def limit(kind: int, amount: int) -> None:
 
 
 def build_walls() -> None:
-    """Locks up this process for good: memory, files, names, then the calls that could open it again."""
+    """Lock up this process for good.
+
+    It loses access to memory, files and names, and then to the calls that could open it again.
+    """
     for kind, amount in settings["limits"].items():
         limit(kind, amount)
     if settings["namespaces"]:
@@ -92,7 +101,10 @@ def build_walls() -> None:
 
 
 def point_to_null() -> None:
-    """Points stdin, stdout and stderr to /dev/null, opened anew: locks on it last as long as that is open."""
+    """Point stdin, stdout and stderr to /dev/null.
+
+    It is opened anew, because locks on it last as long as that opening.
+    """
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1, 2):
         posix.dup2(null, fd)
@@ -100,8 +112,11 @@ def point_to_null() -> None:
 
 
 def lock_up(parent: int, cpu_seconds: int) -> None:
-    """What the fork for a test adds to its sandbox's walls. Without a PID namespace that would end them with
-    it, it starts no processes, ends with its parent, and can't signal it."""
+    """Add walls of its own to the fork for a test, inside those of its sandbox.
+
+    A PID namespace would end the processes of the fork together with it. With Landlock there is none. The
+    fork then can't start processes, ends with its parent, and can't signal its parent.
+    """
     limit(resource.RLIMIT_CPU, cpu_seconds)
     point_to_null()
     if settings["tier"] == "landlock":
@@ -113,20 +128,23 @@ def lock_up(parent: int, cpu_seconds: int) -> None:
 
 
 def keep(role: bytes, control: _socket.socket) -> None:
-    """The life of a sandbox: says b"ready", takes a program from the supervisor, serves it, and again. A
-    prisoner's files: the link on which its tests come; a judge's: the job, files for the program's code and
-    for the reports and, but for stdio, the other end of that link."""
-    own = posix.getpid()
+    """Run a sandbox: say b"ready", take a program from the supervisor, serve it, and start over.
+
+    A prisoner gets one file with each program: the link on which its tests come. A judge gets the job, the
+    file for the program's code, the file for the reports and, unless it only compiles, the other end of that
+    link.
+    """
+    pid = posix.getpid()
     alone = settings["namespaces"]
     for name in settings["judge_imports"] if role == b"judge" else ():
-        __import__(name)  # within a test a recursion could leave it half made
+        __import__(name)  # within a test, a recursion limit could leave the module half imported
     is_touched = Traces().are_left if alone and role == b"prisoner" else lambda forks: False
     while True:
         control.send(b"ready")
         cpu_seconds, fds = receive(control)
         if not fds:
             return
-        lock = partial(lock_up, own, int(cpu_seconds))
+        lock = partial(lock_up, pid, int(cpu_seconds))
         link = _socket.socket(fileno=fds[-1]) if role == b"prisoner" or len(fds) == 4 else None
         if role == b"prisoner" and link is not None:
             serve_tests(link, control, alone, is_touched, lock)
@@ -144,24 +162,26 @@ def keep(role: bytes, control: _socket.socket) -> None:
 
 
 def warm_up() -> None:
-    """Runs a test in this process, once as the judge and once as the prisoner: Python rewrites code at its
-    first runs, which would copy memory in each fork."""
+    """Run a test in this process, once as the judge and once as the prisoner.
+
+    Python rewrites code when it runs for the first times, which would copy memory in each fork.
+    """
     code = compile(
         "from typing import List\ndef f(a: List[int], b: str) -> List[int]: return [i for i in a]", "", "exec"
     )
     for judge_here in (True, False):
-        mine, theirs = _socket.socketpair()
+        judge_end, prisoner_end = _socket.socketpair()
         child = posix.fork()
         if judge_here == (child != 0):
             for _ in range(20):
-                test = Test(mine.fileno())
+                test = Test(judge_end.fileno())
                 nodes = nodes_of(compile("assert f([1, 2], b='') == [1, 2]", "", "exec", 0x400, True))
                 names, _problem = test.namespace(nodes)
                 if not test.is_plain(nodes) or run_test(test, nodes, names) != "passed":
                     posix._exit(70)
-            mine.shutdown(_socket.SHUT_RDWR)
+            judge_end.shutdown(_socket.SHUT_RDWR)
         else:
-            Servant(theirs.fileno(), marshal.loads(marshal.dumps(code))).run()
+            Servant(prisoner_end.fileno(), marshal.loads(marshal.dumps(code))).run()
         if child == 0:
             posix._exit(0)
         posix.waitpid(child, 0)
@@ -169,7 +189,7 @@ def warm_up() -> None:
 
 
 def main(given: dict[str, Any]) -> None:
-    """Forks a sandbox for each request on the socket `given["socket"]`, until its other end is closed."""
+    """Fork a sandbox for each request on the socket `given["socket"]`, until its other end is closed."""
     settings.update(given)
     sys.path.extend(given["path"])
     for name in PRELOADED.split():
@@ -180,11 +200,11 @@ def main(given: dict[str, Any]) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     warm_up()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    own = posix.pidfd_open(posix.getpid()) if namespaces else -1
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps the processes that have ended
+    own_namespace = posix.pidfd_open(posix.getpid()) if namespaces else -1
     gc.collect()
     libc.malloc_trim(0)  # each page of memory makes a fork slower
-    gc.set_threshold(50_000, 20, 20)  # a collection in a fork copies what it looks at
+    gc.set_threshold(50_000, 20, 20)  # a collection in a fork copies the memory that it looks at
     gc.freeze()
     while True:
         role, fds = receive(requests)
@@ -197,8 +217,8 @@ def main(given: dict[str, Any]) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control = _socket.socket(fileno=fds[0])
             requests.close()
-            if own >= 0:
-                posix.close(own)
+            if own_namespace >= 0:
+                posix.close(own_namespace)
             posix.setsid()
             posix.nice(settings["nice"] if role == b"prisoner" else 0)
             build_walls()
@@ -206,6 +226,6 @@ def main(given: dict[str, Any]) -> None:
             keep(role, control)
             posix._exit(0)
         if namespaces:
-            must(libc.setns(own, NEWPID), "setns")
+            must(libc.setns(own_namespace, NEWPID), "setns")
         for fd in fds:
             posix.close(fd)

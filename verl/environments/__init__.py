@@ -1,4 +1,4 @@
-"""Environments: what an action of the policy does, what comes back, and what it earns."""
+"""Environments, which decide what an action of the policy does, what comes back, and what it earns."""
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, tool
 from verl.environments.registry import deregister, make, register

@@ -1,9 +1,10 @@
 """Environments of other libraries in our loop.
 
-env_class: gymnasium   a Gymnasium environment of text: `environment.env_config.gymnasium`, or the row's
-                       column `gymnasium`: {"id": "my/Env-v0", "kwargs": {}, "actions": ["left", "right"]}
-env_class: verifiers   an environment of the `verifiers` package with `load_environment` (its versions
-                       from 0.1.14, below 0.4); `verifiers_rows(id, args)` gives the rows
+env_class: gymnasium   A Gymnasium environment of text. Its settings are in `environment.env_config.gymnasium`
+                       or in the row's column `gymnasium`:
+                       {"id": "my/Env-v0", "kwargs": {}, "actions": ["left", "right"]}
+env_class: verifiers   An environment of the `verifiers` package with `load_environment` (its versions
+                       from 0.1.14, below 0.4). `verifiers_rows(id, args)` returns the rows.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 class GymnasiumEnv(BaseTextEnv):
-    """A Gymnasium environment: `reset` gives the first user message, each `step` the next one and a reward.
+    """A Gymnasium environment.
 
-    The action is what stands in the last <action>..</action>, else the whole turn. The action space is Text,
-    or Discrete with a name for each action in `actions`. The row's `seed` (else its extra_info.index, else 0)
-    goes to `reset`, so that the trajectories of one prompt play the same game.
+    `reset` returns the first user message, and each `step` returns the next one and a reward. The action is
+    the text in the last <action>..</action>, or the whole turn if there is none. The action space is Text, or
+    Discrete with a name for each action in `actions`. `reset` gets the row's `seed`, so that the trajectories
+    of one prompt play the same game. If the row has no `seed`, its extra_info.index is used, or else 0.
     """
 
     stop = ("</action>",)
@@ -82,11 +84,13 @@ class GymnasiumEnv(BaseTextEnv):
 
 
 def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The training rows of a `verifiers` environment. Their column `verifiers` is what `VerifiersEnv` reads:
-    JSON text of the id, args and the environment's own row.
+    """Return the training rows of a `verifiers` environment.
+
+    `VerifiersEnv` reads their column `verifiers`, which is JSON text of the id, the args and the
+    environment's own row.
 
     Raises:
-        ValueError: there is no such environment, or none that a single trajectory can be scored in.
+        ValueError: If there is no such environment, or if it can't score a single trajectory.
     """
     args = dict(args or {})
     environment = load_verifiers_environment(id, args)
@@ -107,7 +111,10 @@ _loaded: dict[str, Any] = {}
 
 
 def load_verifiers_environment(id: str, args: Mapping[str, Any]) -> Any:
-    """The environment, made once for all threads of this process. ValueError: it can't be had."""
+    """Return the environment, which is made once for all threads of this process.
+
+    Raises ValueError if it can't be loaded, or if it scores several trajectories against each other.
+    """
     key = json.dumps([id, args], sort_keys=True)
     with _lock:
         if key in _loaded:
@@ -121,7 +128,8 @@ def load_verifiers_environment(id: str, args: Mapping[str, Any]) -> Any:
                 f"The environment {id!r} needs `load_environment` of the package verifiers: its versions "
                 f"from 0.1.14 and before 0.4 have it; 0.3.1 has been tried. ({error})"
             ) from error
-        # It would take SIGINT and SIGTERM from the trainer, and can't in another thread than the main one.
+        # The environment would install handlers for SIGINT and SIGTERM in place of the trainer's. In any
+        # thread but the main one it can't, and would fail.
         with mock.patch.object(signal, "signal"):
             environment = load(id, **args)
         if environment.requires_group_rollouts:
@@ -135,9 +143,10 @@ def load_verifiers_environment(id: str, args: Mapping[str, Any]) -> Any:
 class VerifiersEnv(ProgramEnv):
     """An episode of a `verifiers` environment, in whose own `run_rollout` the policy is the model.
 
-    Its requests are answered with our turns; the messages that it added since the last one are observations.
-    Reward: its rubric's, at the end. A tool is called in the turn's text, with
-    <tool_call>{"name": .., "arguments": {..}}</tool_call>; what it gives comes back in <tool_response>.
+    The environment's requests are answered with our turns. The messages that it has added since the last
+    request are observations. The reward is that of its rubric, at the end. The policy calls a tool in the
+    text of its turn, with <tool_call>{"name": .., "arguments": {..}}</tool_call>, and the result comes back
+    in <tool_response>.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -157,16 +166,19 @@ class VerifiersEnv(ProgramEnv):
         return self.metrics
 
     def _prepare(self) -> tuple[Any, Any]:
-        """The environment, and its model. It takes seconds at first, for imports and data."""
+        """Return the environment and its model.
+
+        The first call takes seconds, for imports and data.
+        """
         environment = load_verifiers_environment(self.source["id"], self.source["args"])
         from openai.types.chat import ChatCompletion
         from verifiers.clients import OpenAIChatCompletionsClient
 
         async def answer(messages: Any, model: str, sampling: Any, tools: Any = None, **_: Any) -> Any:
-            """A request of the rollout to its model; the next turn is the reply."""
-            told: Future[Any] = Future()
-            self.events.put_nowait(({"messages": messages, "tools": tools}, told))
-            message, _usage = await asyncio.wrap_future(told)
+            """Answer a request of the rollout to its model with the policy's next turn."""
+            turn: Future[Any] = Future()
+            self.events.put_nowait(({"messages": messages, "tools": tools}, turn))
+            message, _usage = await asyncio.wrap_future(turn)
             reason = "tool_calls" if message.get("tool_calls") else "stop"
             choices = [{"index": 0, "message": message, "finish_reason": reason}]
             reply = {"id": self.source["id"], "object": "chat.completion", "created": 0, "model": model}

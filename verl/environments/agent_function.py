@@ -1,4 +1,4 @@
-"""Episodes that an agent of one's own plays, through OpenAI's chat API: `env_class: agent`.
+"""Episodes that your own agent plays through OpenAI's chat API: `env_class: agent`.
 
     async def run(task, base_url) -> reward        or a plain function, which gets a thread
 
@@ -7,13 +7,18 @@
 `environment.env_config.agent`: {"function": "package.module:run", "tool_format": "hermes" | "search_r1",
 "rewards": true}.
 
-task: the row's columns and its `prompt` (messages). base_url: of this episode alone, for any client, model
-name and key. Each request is a turn. Messages that follow the ones before are appended to them; a request
-whose history or tools are others begins a context of its own in the same row. `stop` counts; temperature,
-max_tokens and seed of a request are not read: the run decides. Two requests at a time are answered one after
-the other. What `run` returns is the episode's reward; an episode that a limit ends before has 0. With
-`rewards: false` nothing is returned, and the run's reward function or the row's verifiers score the turns.
-What `run` raises leaves the batch, and so does a wait of more than `environment.step_timeout`.
+`task` has the row's columns and its `prompt` (messages). `base_url` belongs to this episode alone. It works
+with any client, model name and key.
+
+Each request is a turn. A request whose messages continue those of the request before has only its new
+messages appended. A request with another history or other tools begins a context of its own in the same row.
+`stop` of a request is honoured. Its temperature, max_tokens and seed are not read, because the run decides
+them. Two requests at the same time are answered one after the other.
+
+`run` returns the episode's reward. An episode that a limit ends earlier has a reward of 0. With
+`rewards: false` `run` returns nothing, and the run's reward function or the row's verifiers score the turns.
+An episode leaves the batch if `run` raises, or if it makes the policy wait for more than
+`environment.step_timeout`.
 """
 
 from __future__ import annotations
@@ -41,13 +46,15 @@ _endpoint_lock = threading.Lock()
 
 
 def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two messages that say the same have in common, however a client has written them."""
+    """Return what two messages with the same content have in common, however a client has written them."""
     return message["role"], text_of(message).strip(), calls_of(message)
 
 
 class ProgramEnv(BaseTextEnv):
-    """An episode in which a program asks and the policy answers. `play` is the program: it returns a reward,
-    and puts each request into `events`, with a future of the reply: what was said, and its usage.
+    """An episode in which a program asks and the policy answers.
+
+    `play` is the program. It returns a reward, and puts each request into `events` together with a future of
+    the reply. The reply is the message of the policy and its usage.
     """
 
     counts_turns = reads_usage = True
@@ -56,8 +63,10 @@ class ProgramEnv(BaseTextEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self.usage = (0, 0, False)  # tokens that the last turn has read and written; whether a limit cut it
-        self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests (body, reply), and the run at its end
+        # The numbers of tokens that the last turn has read and written, and whether a limit cut it.
+        self.usage = (0, 0, False)
+        # The requests as (body, reply), and the task of `play` when it ends.
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.body: dict[str, Any] = {}
         self.reply: Future[Any] = Future()
         self.running: asyncio.Task[Any] | None = None
@@ -73,35 +82,43 @@ class ProgramEnv(BaseTextEnv):
         return with_tools_told(self.body["messages"], self.body.get("tools"), self.form), {}
 
     async def _next(self) -> bool:
-        """Waits for the next request; True: the run has ended instead. Raises what it raised."""
+        """Wait for the next request, and return whether the program has ended instead.
+
+        Raises the program's exception if it ended with one.
+        """
         event = await self.events.get()
         if isinstance(event, asyncio.Task):
             event.result()
             return True
         self.body, self.reply = event
-        asked = self.body.get("stop") or ()
-        self.stop = (*self.form.stop, *([asked] if isinstance(asked, str) else asked))
+        stop = self.body.get("stop") or ()
+        self.stop = (*self.form.stop, *([stop] if isinstance(stop, str) else stop))
         return False
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
         ends = [action.find(stop) for stop in self.stop[len(self.form.stop) :]]
-        text = action[: min((end for end in ends if end >= 0), default=len(action))]  # as OpenAI cuts it off
-        said: dict[str, Any] = {"role": "assistant", "content": text}
+        # OpenAI's API leaves out the stop string and what follows it.
+        text = action[: min((end for end in ends if end >= 0), default=len(action))]
+        turn: dict[str, Any] = {"role": "assistant", "content": text}
         tools = self.body.get("tools")
         if tools:
-            said |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
+            turn |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
         reply = self.reply
-        before = [*self.body["messages"], said]
-        if reply.set_running_or_notify_cancel():  # else the client is gone
-            reply.set_result((said, self.usage))
+        history = [*self.body["messages"], turn]
+        if reply.set_running_or_notify_cancel():  # otherwise the client is gone
+            reply.set_result((turn, self.usage))
         if await self._next():
             assert self.running is not None
             return {"observations": [], "reward": self.running.result(), "done": True, "metadata": {}}
         messages = self.body["messages"]
-        new = messages[len(before) :]
-        is_new = not new or tools != self.body.get("tools") or any(m["role"] == "assistant" for m in new)
-        is_new = is_new or list(map(essence, before)) != list(map(essence, messages[: len(before)]))
+        new = messages[len(history) :]
+        is_new = (
+            not new
+            or tools != self.body.get("tools")
+            or any(message["role"] == "assistant" for message in new)
+        )
+        is_new = is_new or list(map(essence, history)) != list(map(essence, messages[: len(history)]))
         shown = messages if is_new else new
         return {
             "observations": with_tools_told(shown, self.body.get("tools") if is_new else None, self.form),
@@ -126,7 +143,7 @@ class ProgramEnv(BaseTextEnv):
 
 
 class AgentFunctionEnv(ProgramEnv):
-    """An episode that a function of the user's plays."""
+    """An episode that the user's function plays."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
@@ -134,8 +151,8 @@ class AgentFunctionEnv(ProgramEnv):
         name = config.get("function")
         form = config.get("tool_format", "hermes")
         if not isinstance(name, str):
-            found = f"Found environment.env_config.agent.function={name!r}"
-            raise ValueError(f"{found}; expected package.module:run.")
+            problem = f"Found environment.env_config.agent.function={name!r}"
+            raise ValueError(f"{problem}; expected package.module:run.")
         if form not in FORMATS:
             raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
         self.function = import_named(name, f"function={name!r} of environment agent", ())
@@ -160,7 +177,10 @@ class AgentFunctionEnv(ProgramEnv):
         return reward
 
     def put(self, body: dict[str, Any], reply: Future[Any]) -> None:
-        """A request, in the event loop of the episode."""
+        """Queue a request.
+
+        This method runs in the event loop of the episode.
+        """
         if self.session_id in _sessions:
             self.events.put_nowait((body, reply))
         else:
@@ -172,7 +192,7 @@ class AgentFunctionEnv(ProgramEnv):
 
 
 def endpoint() -> str:
-    """The address of this process's endpoint, which lives as long as the process."""
+    """Return the address of this process's endpoint, which lives as long as the process."""
     with _endpoint_lock:
         return _serve()
 
@@ -190,7 +210,7 @@ def _serve() -> str:
     async def complete(request: Request) -> Response:
         try:
             body = AgentRequest.model_validate_json(await request.body()).model_dump(exclude_unset=True)
-        except ValueError as error:  # half of a surrogate pair, too
+        except ValueError as error:  # also raised for half of a surrogate pair
             message = f"expected JSON with a list of messages: {error}"
             raise ApiError(400, "invalid_messages", message) from None
         env = _sessions.get(request.path_params["id"])
@@ -199,27 +219,31 @@ def _serve() -> str:
             raise ApiError(404, "session_not_found", "there is no such episode, or it is over")
         env.loop.call_soon_threadsafe(env.put, body, reply)
         try:
-            said, (read, written, is_cut) = await asyncio.wrap_future(reply)
+            turn, (num_read, num_written, is_cut) = await asyncio.wrap_future(reply)
         except asyncio.CancelledError:
             raise ApiError(404, "session_not_found", "the episode is over") from None
-        if said.get("tool_calls"):
+        if turn.get("tool_calls"):
             reason = "tool_calls"
         else:
             reason = "length" if is_cut else "stop"
-        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        usage = {
+            "prompt_tokens": num_read,
+            "completion_tokens": num_written,
+            "total_tokens": num_read + num_written,
+        }
         name = "chat.completion"
         model = str(body.get("model", "policy"))
-        head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": model}
+        common = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": model}
         if not body.get("stream"):
-            choice = {"index": 0, "message": said, "finish_reason": reason, "logprobs": None}
-            return as_json({**head, "object": name, "choices": [choice], "usage": usage})
-        head["object"] = f"{name}.chunk"
-        calls = [{"index": i, **call} for i, call in enumerate(said.get("tool_calls", ()))]
-        beginning = {"index": 0, "delta": {**said, "tool_calls": calls}, "finish_reason": None}
+            choice = {"index": 0, "message": turn, "finish_reason": reason, "logprobs": None}
+            return as_json({**common, "object": name, "choices": [choice], "usage": usage})
+        common["object"] = f"{name}.chunk"
+        calls = [{"index": index, **call} for index, call in enumerate(turn.get("tool_calls", ()))]
+        beginning = {"index": 0, "delta": {**turn, "tool_calls": calls}, "finish_reason": None}
         end = {"index": 0, "delta": {}, "finish_reason": reason}
-        pieces = [event({**head, "choices": [choice]}) for choice in (beginning, end)]
+        pieces = [event({**common, "choices": [choice]}) for choice in (beginning, end)]
         if (body.get("stream_options") or {}).get("include_usage"):
-            pieces.append(event({**head, "choices": [], "usage": usage}))
+            pieces.append(event({**common, "choices": [], "usage": usage}))
         return Response(b"".join([*pieces, STREAM_END]), media_type="text/event-stream")
 
     app = Starlette()

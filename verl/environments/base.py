@@ -1,7 +1,8 @@
-"""The interface of an environment, with SkyRL's names: one of theirs works with this base class.
+"""The interface of an environment.
 
-docs/environments.md shows how it is used. The loop (`verl/agent/loop.py`) calls it; where, `executors.py`
-decides.
+The names are SkyRL's, so that an environment written for SkyRL works with this base class.
+docs/environments.md shows how to use it. The loop (`verl/agent/loop.py`) calls the environments, and
+`executors.py` decides where they run.
 """
 
 import math
@@ -18,14 +19,20 @@ Message = dict[str, str]  # {"role": "user", "content": "..."}
 
 
 class BaseTextEnvStepOutput(TypedDict):
-    """What one action brought.
+    """The result of one action.
 
-    observations: messages that the policy reads next; [] when done. reward: of this action; the rewards of
-    all actions are summed to the trajectory's; None where the run's reward function or verifiers score.
-    done: the episode is over. metadata: plain data, kept in the trajectory's record. postprocessed_action:
-    SkyRL's; refused unless it is None or the action itself, as the ids that were sampled are trained.
-    action: what the record calls it ("step"). finish_reason: as what a done episode has ended ("done").
-    is_new_context: the observations are a whole conversation, which the policy reads in place of all before.
+    Attributes:
+        observations: The messages that the policy reads next. The list is empty when the episode is done.
+        reward: The reward of this action. The trajectory's reward is the sum over its actions. None where the
+            run's reward function or verifiers score.
+        done: Whether the episode is over.
+        metadata: Plain data, which is kept in the trajectory's record.
+        postprocessed_action: A key of SkyRL's. It is refused unless it is None or the action itself, because
+            training uses the ids that were sampled.
+        action: The name of the action in the record; "step" by default.
+        finish_reason: The finish reason of an episode that is done; "done" by default.
+        is_new_context: Whether the observations are a whole conversation, which the policy reads in place of
+            everything before it.
     """
 
     observations: list[Message]
@@ -40,8 +47,13 @@ class BaseTextEnvStepOutput(TypedDict):
 
 @dataclass(frozen=True)
 class ActionUnderWay:
-    """An action of `step_many` that waits for `future`: what the record says of it at once, `action` and
-    `metadata` as in the output, and what makes the output of the future when that is done (or raises).
+    """An action of `step_many` whose result is still to come.
+
+    Attributes:
+        action: The name of the action, as in `BaseTextEnvStepOutput`. It goes into the record at once.
+        metadata: Plain data, as in `BaseTextEnvStepOutput`. It goes into the record at once, too.
+        future: The future that the action waits for.
+        output: A function that takes the future once it is done, and returns the step's output or raises.
     """
 
     action: str
@@ -51,19 +63,19 @@ class ActionUnderWay:
 
 
 class EpisodeFailed(Exception):
-    """Ends an episode for a reason that is not the policy's."""
+    """An error that ends an episode for a reason that is not the policy's."""
 
     reason = "env_failed"  # its finish_reason
 
 
 def tool(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a method of a `ToolGroup` as a tool of its name."""
+    """Mark a method of a `ToolGroup` as a tool with the method's name."""
     vars(function)["is_tool"] = True
     return function
 
 
 class ToolGroup:
-    """Tools that belong together: the methods of a subclass with `@tool`."""
+    """A group of tools that belong together: the methods of a subclass that are marked with `@tool`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -74,7 +86,7 @@ class ToolGroup:
         return self.name
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
-        """None: there is none of this name."""
+        """Return the tool with a name, or None if the group has no such tool."""
         return self._tools.get(name)
 
     def get_tool_names(self) -> list[str]:
@@ -84,28 +96,36 @@ class ToolGroup:
         return dict.fromkeys(self._tools, self.name)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a tool. ValueError: there is none of this name."""
+        """Call a tool and return its result.
+
+        Raises ValueError if the group has no tool with this name.
+        """
         if name not in self._tools:
             raise ValueError(f"Found tool {name!r} in group {self.name!r}; expected {self.get_tool_names()}.")
         return self._tools[name](*args, **kwargs)
 
 
 class BaseTextEnv:
-    """An episode with one trajectory. Subclasses define `__init__(self, env_config=None, extras=None)` and
-    `step`; if `step` is a coroutine function, `init`, `close` and `get_metrics` may be, too.
+    """An episode with one trajectory.
+
+    Subclasses define `__init__(self, env_config=None, extras=None)` and `step`. If `step` is a coroutine
+    function, `init`, `close` and `get_metrics` may be coroutine functions, too.
     """
 
-    # Strings that end a turn where they appear, beside the end of sequence.
+    # Strings that end a turn where they appear, in addition to the end of sequence.
     stop: tuple[str, ...] = ()
-    # Where `init` and `step` run with `environment.executor=auto`: "inline" (cheap: microseconds), "thread"
-    # (waits for others), "process" (computes, or may hang: can be killed); a coroutine in an event loop.
+    # Where `init` and `step` run with `environment.executor=auto`. "inline" is for microseconds of work,
+    # "thread" for waiting for others, and "process" for computing or for calls that may hang, as a process
+    # can be killed. A `step` that is a coroutine function runs in an event loop.
     runs: ClassVar[Literal["inline", "thread", "process"]] = "thread"
-    # Most actions of an episode, where neither its row nor the configuration says (see `make_environment`).
+    # The most actions of an episode, if neither its row nor the configuration says (see `make_environment`).
     max_turns: int = 1
-    # Closing text of its observations: of one that is too long what stands before is cut.
+    # The text that closes each observation. Of an observation that is too long, the text before it is cut.
     observation_end: ClassVar[str] = ""
-    counts_turns: ClassVar[bool] = False  # it ends its episodes itself, not the loop after `max_turns`
-    stateless: ClassVar[bool] = False  # to go on with an unfinished episode its number of turns is enough
+    # Whether the environment ends its episodes itself. Otherwise the loop ends them after `max_turns`.
+    counts_turns: ClassVar[bool] = False
+    # Whether the number of turns is all that it takes to go on with an unfinished episode.
+    stateless: ClassVar[bool] = False
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         self.turns = 0  # actions so far, for the subclass to count
@@ -113,25 +133,36 @@ class BaseTextEnv:
         self.tool_to_toolgroup: dict[str, str] = {}
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """The messages that the policy is shown first, by default the row's, and plain data about them."""
+        """Return the messages that the policy is shown first, and plain data about them.
+
+        By default the messages are the row's prompt.
+        """
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Takes the policy's text of one turn. An exception ends the trajectory as "env_failed", and
-        `verl.verifiers.CouldNotVerify` as "unverified": it leaves the batch and is counted.
+        """Take the policy's text of one turn and return its result.
+
+        An exception ends the trajectory as "env_failed". The exception `verl.verifiers.CouldNotVerify` ends
+        it as "unverified". In both cases the trajectory leaves the batch and is counted.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
     def close(self) -> None:
-        """Frees what the episode holds. Called exactly once."""
+        """Free what the episode holds.
+
+        This method is called exactly once.
+        """
 
     def get_metrics(self) -> dict[str, Any]:
-        """Figures of the episode, once it is over."""
+        """Return figures of the episode, once it is over."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """Of many episodes' `get_metrics`: the mean of each number; all else is left out."""
+        """Return the mean of each number in many episodes' `get_metrics`.
+
+        Other values are left out.
+        """
         columns: dict[str, list[float]] = {}
         for name, value in ((name, row[name]) for row in metrics for name in row):
             if isinstance(value, int | float | np.number):
@@ -142,16 +173,24 @@ class BaseTextEnv:
     def step_many(
         cls, envs: Sequence[Any], actions: Sequence[str]
     ) -> Sequence[BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | ActionUnderWay] | None:
-        """For classes that have a faster way for many than `step` of each (a batched request); else None."""
+        """Take one action in each of many environments, or return None to have `step` called for each.
+
+        It is for classes that have a faster way for many environments, such as a batched request.
+        """
         return None
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
-        """Gives the environment its tools."""
+        """Give the environment its tools."""
         self.tool_groups = list(tool_groups)
-        self.tool_to_toolgroup = {name: each.name for each in tool_groups for name in each.get_tool_names()}
+        self.tool_to_toolgroup = {
+            tool_name: group.name for group in tool_groups for tool_name in group.get_tool_names()
+        }
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
-        """Calls a tool of a group. ValueError: there is none of these names."""
+        """Call a tool of a group and return its result.
+
+        Raises ValueError if there is no group, or no tool in it, with the given name.
+        """
         groups = {group.name: group for group in self.tool_groups}
         if tool_group_name not in groups:
             raise ValueError(f"Found tool group {tool_group_name!r}; expected one of {list(groups)}.")
@@ -159,7 +198,10 @@ class BaseTextEnv:
 
 
 def gold_answer(extras: Mapping[str, Any] | None) -> Any:
-    """The row's right answer, by SkyRL's name or by verl's. ValueError: it has neither."""
+    """Return the row's right answer, which has SkyRL's name or verl's.
+
+    Raises ValueError if the row has neither.
+    """
     extras = extras or {}
     for spec in (extras.get("reward_spec"), extras.get("reward_model")):
         if isinstance(spec, Mapping) and spec.get("ground_truth") is not None:
@@ -169,7 +211,10 @@ def gold_answer(extras: Mapping[str, Any] | None) -> Any:
 
 
 def row_max_turns(row: Mapping[str, Any]) -> int | None:
-    """`max_turns` of a row, or of its extra_info; None: it says nothing."""
+    """Return `max_turns` of a row or of its extra_info, or None if neither has it.
+
+    Raises ValueError if the value is not a whole number.
+    """
     for columns in (row, row.get("extra_info")):
         value = columns.get("max_turns") if isinstance(columns, Mapping) else None
         if value is not None and value == value:  # not the NaN of an empty cell
@@ -184,13 +229,16 @@ def row_max_turns(row: Mapping[str, Any]) -> int | None:
 
 
 def check_stop(stop: Any) -> None:
-    """ValueError: strings that end a turn are given as one string, or are no strings."""
+    """Raise ValueError unless the strings that end a turn are a tuple or list of strings."""
     if not isinstance(stop, tuple | list) or not all(isinstance(text, str) for text in stop):
         raise ValueError(f"Found stop={stop!r}; expected a tuple of texts, such as ('</answer>',).")
 
 
 def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-    """An environment for one episode; where its `__init__` sets no `max_turns`, its extras do."""
+    """Make an environment for one episode.
+
+    If its `__init__` does not set `max_turns`, `max_turns` is taken from its extras.
+    """
     env = cls(**kwargs)
     max_turns = row_max_turns(kwargs.get("extras") or {})
     if isinstance(env, BaseTextEnv) and "max_turns" not in vars(env) and max_turns is not None:
@@ -199,7 +247,7 @@ def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def mistake_of(output: Any, action: str) -> str | None:
-    """Why what a `step` returned can't be gone on with; None: it can."""
+    """Return what is wrong with the output of a `step`, or None if the episode can go on with it."""
     if not isinstance(output, Mapping) or not {"observations", "reward", "done"} <= output.keys():
         return f"step returned {output!r:.200}; expected a dictionary with observations, reward and done"
     if output.get("postprocessed_action") not in (None, action):
@@ -208,12 +256,12 @@ def mistake_of(output: Any, action: str) -> str | None:
             "let a wrong form cost reward instead"
         )
     reward = output["reward"]
-    said = output["observations"]
-    is_said = isinstance(said, list | tuple) and all(
-        isinstance(message, Mapping) and "content" in message for message in said
+    shown = output["observations"]
+    are_messages = isinstance(shown, list | tuple) and all(
+        isinstance(message, Mapping) and "content" in message for message in shown
     )
-    if not output["done"] and not is_said:
-        return f"step returned observations={said!r:.200}; expected a list of messages with role and content"
+    if not output["done"] and not are_messages:
+        return f"step returned observations={shown!r:.200}; expected a list of messages with role and content"
     if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
         return f"step returned reward={reward!r}; expected a finite number, or None"
     return None

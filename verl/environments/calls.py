@@ -1,4 +1,7 @@
-"""Calls of environments: here, in threads, or in an event loop, each until its deadline."""
+"""Calls of environments: in the caller's thread, in other threads, or in an event loop.
+
+A call in a thread of `Calls` or in an event loop has a deadline.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ _WATCH_SECONDS = 0.1
 
 
 async def settled(value: Any) -> Any:
-    """What a method returned, or what its coroutine returns."""
+    """Return a value, or the result of awaiting it if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that awaits nothing but `settled` values."""
+    """Run a coroutine that awaits nothing but `settled` values, and return its result.
+
+    Raises TypeError if the coroutine waits for anything.
+    """
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -37,8 +43,10 @@ def late(timeout: float) -> EpisodeFailed:
 
 
 def here(call: Callable[[], Any]) -> Any:
-    """The result of a call that runs here. What it raises is an Exception, or a KeyboardInterrupt: a user's
-    environment may raise anything, SystemExit too.
+    """Run a call in this thread and return its result.
+
+    It raises nothing but an Exception or a KeyboardInterrupt. A user's environment may raise anything else,
+    such as SystemExit, which becomes an EpisodeFailed.
     """
     try:
         result = call()
@@ -50,7 +58,7 @@ def here(call: Callable[[], Any]) -> Any:
 
 
 def settle(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
-    """Gives a future its end, unless it has one."""
+    """Set the result or the exception of a future, unless it is done already."""
     with suppress(InvalidStateError):
         if error is None:
             future.set_result(result)
@@ -60,7 +68,7 @@ def settle(future: Future[Any], result: Any = None, error: BaseException | None 
 
 
 def attempt(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Runs a call here, for a future."""
+    """Run a call in this thread, and set its result or exception on a future."""
     try:
         settle(future, here(call))
     except Exception as error:
@@ -68,37 +76,51 @@ def attempt(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 def start(function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function in a thread that nobody waits for when the program ends."""
+    """Call a function in a daemon thread, which nobody waits for when the program ends."""
     threading.Thread(target=function, args=arguments, name="environments", daemon=True).start()
 
 
 def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """The result of a call in a thread of its own."""
+    """Run a call in a thread of its own, and return a future of its result."""
     future: Future[Any] = Future()
     start(attempt, future, call)
     return future
 
 
 class Calls:
-    """Calls in an event loop of a thread: coroutines, or plain ones, for each of which it has a thread.
+    """The calls that run in an event loop, which has a thread of its own.
 
-    A deadline counts from the start. What can't be ended there (a plain call, a coroutine that does not let
-    itself be cancelled) fails all the same: a thread takes no place from then on, and a loop that is held up
-    is left for a new one after twice the time.
+    The calls are either coroutines, or plain calls that get a thread each. A deadline counts from the start
+    of the call. A call that can't be ended at its deadline (a plain call, or a coroutine that can't be
+    cancelled) fails all the same. Its thread then no longer counts towards `max_threads`. A loop that is held
+    up is replaced by a new one after twice the time.
     """
 
     def __init__(self, max_threads: int | None) -> None:
-        """max_threads: of plain calls; None: they are coroutines."""
+        """Prepare for calls.
+
+        The first call starts the event loop.
+
+        Args:
+            max_threads: The most plain calls that run at a time. None if the calls are coroutines.
+        """
         self._places = None if max_threads is None else asyncio.Semaphore(max_threads)
-        self._under_way: dict[Future[Any], tuple[float, float]] = {}  # -> when it is given up, its timeout
-        self._loops: list[asyncio.AbstractEventLoop] = []  # the last is used, if it is not held up
+        # Maps each call to the time at which it is given up, and its timeout in seconds.
+        self._under_way: dict[Future[Any], tuple[float, float]] = {}
+        self._loops: list[asyncio.AbstractEventLoop] = []  # the last one is in use, unless it is held up
         self._is_held_up = True
         self._is_over = False
         self._lock = threading.Lock()
 
     def submit(self, call: Call, timeout: float, turn: asyncio.Lock) -> Future[Any]:
-        """Runs a call when it is its turn and there is a place for it. Where a coroutine can't be cancelled,
-        it fails a little later.
+        """Run a call when it is its turn and a thread is free for it, and return a future of its result.
+
+        A coroutine that can't be cancelled fails a little later than after `timeout`.
+
+        Args:
+            call: The call to run.
+            timeout: The seconds that the call may take from its start.
+            turn: A lock that the call holds while it runs, if the calls are coroutines.
         """
         with self._lock:
             if self._is_held_up:
@@ -111,7 +133,7 @@ class Calls:
         if self._is_over:
             settle(future, error=EpisodeFailed("the run ends"))
             return future
-        latest = time.monotonic() + 2 * timeout + 1  # it may wait for its turn
+        latest = time.monotonic() + 2 * timeout + 1  # the call may wait for its turn
         self._under_way[future] = (latest, timeout)
         future.add_done_callback(lambda _: self._under_way.pop(future, None))
         loop = self._loops[-1]
@@ -124,7 +146,8 @@ class Calls:
                         settle(future, await call())
                     elif not future.done():
                         settle(future, await asyncio.wrap_future(in_thread(call)))
-            except BaseException as error:  # it is a user's environment; SystemExit would end the loop
+            # A user's environment may raise anything. SystemExit would end the loop.
+            except BaseException as error:
                 is_late = limit is not None and limit.expired()
                 settle(future, error=late(timeout) if is_late else error)
 
@@ -136,7 +159,7 @@ class Calls:
         return future
 
     def _watch(self) -> None:
-        """Gives up coroutines that the loop can't end."""
+        """Fail the coroutines that the loop can't end, until the calls are closed."""
         while not self._is_over:
             time.sleep(_WATCH_SECONDS)
             for future, (latest, timeout) in list(self._under_way.items()):
@@ -145,12 +168,12 @@ class Calls:
                     settle(future, error=late(timeout))
 
     def give_up(self) -> None:
-        """Fails all that run or wait, as the run ends."""
+        """Fail all calls that run or wait, because the run ends."""
         for future in list(self._under_way):
             settle(future, error=EpisodeFailed("the run ends"))
 
     def close(self) -> None:
-        """Its threads end with what they are at."""
+        """Let each thread end after the work that it is doing."""
         self._is_over = True
         for loop in self._loops:
             loop.call_soon_threadsafe(loop.call_later, _WATCH_SECONDS, loop.stop)

@@ -1,5 +1,7 @@
-"""Where environments run: in the loop's own thread, in threads, in processes that can be killed, or, if their
-`step` is a coroutine function, in an event loop.
+"""The places where environments run.
+
+Environments run in the loop's own thread, in other threads, or in processes that can be killed. If their
+`step` is a coroutine function, they run in an event loop.
 
     stage = Environments(block, env_config)                      of one process
     runner = stage["maze"]
@@ -7,10 +9,11 @@
     results = runner.step_many([episode, ...], [text, ...])      each an output, a Future of one, or an error
     runner.close(episode)                                        once, whatever happened
 
-`environment.executor`: auto follows the class's `runs`. At most `max_workers` threads wait for others (so
-many cost little, and fewer would hold up a batch), and coroutines in any number; of processes, which compute,
-MOST_COMPUTING of all environments together do at a time. An exception of an environment, or a call that takes
-longer than `environment.step_timeout`, is its own episode's end and nobody else's.
+With `environment.executor=auto` the class's `runs` decides. Threads and coroutines wait for others. At most
+`max_workers` threads do so at a time: that many cost little, and fewer would hold up a batch. The number of
+coroutines has no limit. Processes compute. At most MOST_COMPUTING of them, over all environments, are at work
+at a time. An environment that raises, or whose call takes longer than `environment.step_timeout`, ends its
+own episode and no other.
 """
 
 from __future__ import annotations
@@ -44,17 +47,23 @@ from verl.verifiers.workers import CheckFailed, KillableProcess, KillableWorkers
 
 StepResult = BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | ActionUnderWay | Exception
 MOST_COMPUTING = 32
-CLOSE_SECONDS = 10.0  # for all episodes of a run that ends in haste
+CLOSE_SECONDS = 10.0  # the time for closing all episodes of a run that ends in haste
 
 
 @dataclass(eq=False)
 class Episode:
     """An environment in use.
 
-    env: None before it is made and after its end. stop: strings that end a turn. messages: what its `init`
-    wants to be shown; None: the row's prompt. seconds_init, seconds_step: in these, without waiting for a
-    thread. metrics: its `get_metrics`, once it is closed. under_way: the call that it is at. is_over: what is
-    made of it from now on is closed. turn: of one coroutine at a time.
+    Attributes:
+        env: The environment. None before it is made and after its end.
+        stop: Strings that end a turn.
+        messages: The messages that its `init` shows the policy. None for the row's prompt.
+        seconds_init: The seconds in `__init__` and `init`, without the wait for a thread.
+        seconds_step: The seconds in all calls of `step`, without the wait for a thread.
+        metrics: The result of `get_metrics`, once the environment is closed.
+        under_way: The future of the last call, which may still be under way. None if there is none.
+        is_over: Whether the episode has ended. An environment that is made after that is closed at once.
+        turn: A lock that lets one coroutine run at a time.
     """
 
     env: Any = None
@@ -69,7 +78,7 @@ class Episode:
 
 
 async def finish(env: Any, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Closes an environment; `metrics` gets what its `get_metrics` says."""
+    """Close an environment, and return `metrics` with the result of its `get_metrics` added."""
     try:
         if hasattr(env, "get_metrics"):
             metrics.update(await settled(env.get_metrics()) or {})
@@ -79,18 +88,27 @@ async def finish(env: Any, metrics: dict[str, Any]) -> dict[str, Any]:
     return metrics
 
 
-_env: Any = None  # of a process
-_runner = asyncio.Runner()  # of its coroutines
+_env: Any = None  # the environment of this process, if the process runs `act`
+_runner = asyncio.Runner()  # runs the coroutines of that environment
 
 
 def act(method: str, *arguments: Any) -> Any:
-    """What a process does: it makes its environment, calls a method of it, and closes it."""
+    """Make, call or close the environment of a process.
+
+    The process runs this function for each call.
+
+    Args:
+        method: "import" for a module, "make" for the environment, "finish" to close it, or the name of one of
+            its methods.
+        arguments: The arguments of that call.
+    """
     global _env
     if method == "import":
-        with suppress(Exception):  # the process that makes the environment says what is wrong with its module
+        # The process that makes the environment reports what is wrong with its module.
+        with suppress(Exception):
             return importlib.import_module(*arguments)
     if method == "make":
-        _env = None  # where this fails, the one before is not closed again
+        _env = None  # if the next line fails, the environment before is not closed again
         _env = make_environment(*arguments)
         return None
     if method == "finish":
@@ -103,7 +121,7 @@ def act(method: str, *arguments: Any) -> Any:
 
 
 class ProcessEnvironment:
-    """Stands for an environment that lives in a process, from its first call on."""
+    """A stand-in for an environment that lives in a process of its own from its first call on."""
 
     def __init__(self, workers: KillableWorkers, cls: Callable[..., Any], /, **kwargs: Any) -> None:
         self.workers = workers
@@ -118,13 +136,13 @@ class ProcessEnvironment:
         try:
             if self.process is None:
                 self.process = self.workers.take()
-                if self.is_over:  # it has started too late
+                if self.is_over:  # the process has started too late
                     self.process.kill()
                 self.process.call("make", *self.arguments)
             return self.process.call(method, *arguments)
         except (CheckFailed, ProcessEnded, OSError) as error:
-            said = f"{error}{getattr(error, 'place', '')}"
-            raise EpisodeFailed(said or "its process was killed") from error
+            message = f"{error}{getattr(error, 'place', '')}"
+            raise EpisodeFailed(message or "its process was killed") from error
         finally:
             self.is_busy = False
 
@@ -132,13 +150,16 @@ class ProcessEnvironment:
     step = partialmethod(call, "step")
 
     def cut(self) -> None:
-        """Kills its process if it is at something, or as soon as it has started."""
+        """Kill the process if it is in a call, or else as soon as it has started."""
         self.is_over = True
         if self.process is not None and self.is_busy:
             self.process.kill()
 
     def get_metrics(self) -> dict[str, Any]:
-        """The last call, which closes the environment, too; its process is left to another episode."""
+        """Close the environment and return its metrics.
+
+        This is the last call. Another episode may use the process afterwards.
+        """
         metrics: dict[str, Any] = {}
         if not self.is_busy and self.process is not None and self.process.is_alive:
             try:
@@ -149,12 +170,22 @@ class ProcessEnvironment:
 
 
 class EnvironmentRunner:
-    """The episodes of one environment in this process."""
+    """The runner of one environment's episodes in this process."""
 
     def __init__(
         self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, calls: dict[str, Calls]
     ) -> None:
-        """calls: by where they run. ValueError: there is no environment of this name, or it can't run so."""
+        """Load the class of an environment and choose where its episodes run.
+
+        Args:
+            env_class: The name of the environment, or package.module:Class.
+            env_config: The settings that the environment is made with.
+            block: The run's block `environment`.
+            calls: The calls of this process, by where they run: "thread", "process" or "async".
+
+        Raises:
+            ValueError: If there is no environment of this name, or if it can't run where the block says.
+        """
         cls, always = load_class(env_class)
         self.env_class = env_class
         self.timeout = block.step_timeout
@@ -184,7 +215,7 @@ class EnvironmentRunner:
             self._cls = partial(ProcessEnvironment, self.workers, cls)
         self._has_complained = False
         self._lock = threading.Lock()
-        self.ends: set[Future[None]] = set()  # of episodes that are being closed
+        self.ends: set[Future[None]] = set()  # one future for each episode that is being closed
 
     def open(
         self,
@@ -194,8 +225,14 @@ class EnvironmentRunner:
         num_turns: int = 0,
         state: bytes | None = None,
     ) -> Episode | Future[Episode]:
-        """Makes an environment for an episode. row: its columns. prompt: its messages. max_turns: most
-        actions. num_turns: that a stateless one has behind it. state: of `keep`, of one that goes on.
+        """Make an environment for an episode, and return the episode or a future of it.
+
+        Args:
+            row: The columns of the row.
+            prompt: The messages of the prompt.
+            max_turns: The most actions of the episode.
+            num_turns: The number of turns behind a stateless environment that goes on.
+            state: The result of `keep` for an environment that goes on, or None for a new one.
         """
         episode = Episode()
 
@@ -210,7 +247,7 @@ class EnvironmentRunner:
                 env = pickle.loads(state)
             check_stop(getattr(env, "stop", ()))
             episode.env = env
-            if episode.is_over:  # it took too long
+            if episode.is_over:  # making the environment took too long
                 await self._end(episode)
             elif self._starts and state is None:
                 shown = await settled(env.init(prompt))
@@ -239,11 +276,11 @@ class EnvironmentRunner:
         return opened
 
     def step_many(self, episodes: Sequence[Episode], actions: Sequence[str]) -> list[StepResult]:
-        """Takes an action in each episode."""
+        """Take an action in each episode, and return an output, a future of one, or an error for each."""
         if self._steps_many is not None:
             try:
                 results = self._steps_many([episode.env for episode in episodes], actions)
-            except Exception as error:  # it is a user's environment: anything may come
+            except Exception as error:  # a user's environment may raise anything
                 results = [error] * len(episodes)
             if results is not None:
                 for episode, result in zip(episodes, results, strict=True):
@@ -258,24 +295,27 @@ class EnvironmentRunner:
             try:
                 return await settled(episode.env.step(action))
             finally:
-                episode.stop = tuple(getattr(episode.env, "stop", ()))  # it may change from turn to turn
+                episode.stop = tuple(getattr(episode.env, "stop", ()))  # `stop` may change from turn to turn
                 episode.seconds_step += time.perf_counter() - started
 
         try:
             return here(take) if self.how == "inline" else self._submit(episode, take)
-        except Exception as error:  # it is a user's environment: anything may come
+        except Exception as error:  # a user's environment may raise anything
             return error
 
     def keep(self, episode: Episode) -> bytes | None:
-        """The environment for a later `open`; None: it can't be kept."""
-        with suppress(Exception):  # pickling raises all kinds
+        """Return the pickled environment for a later `open`, or None if it can't be kept.
+
+        An environment can't be kept while a call of it is under way, or if it can't be pickled.
+        """
+        with suppress(Exception):  # pickling raises exceptions of all kinds
             if episode.under_way is None or episode.under_way.done():
                 return pickle.dumps(episode.env)
         return None
 
     def close(self, episode: Episode) -> None:
-        """Ends an episode, after the call that it is at."""
-        if self._just_ends:  # nothing is to be called: most episodes, which searches are
+        """End an episode, after the call that is under way."""
+        if self._just_ends:  # There is nothing to call. This holds for most episodes, as they are searches.
             episode.env = None
             episode.is_over = True
             return
@@ -285,7 +325,7 @@ class EnvironmentRunner:
 
         def begin(_: object = None) -> None:
             if isinstance(episode.env, ProcessEnvironment):
-                episode.env.cut()  # at once: the end may wait for a thread
+                episode.env.cut()  # at once, because the end may wait for a thread
             self._submit(episode, lambda: self._end(episode)).add_done_callback(end)
 
         def end(job: Future[None]) -> None:
@@ -308,7 +348,7 @@ class EnvironmentRunner:
         return episode.under_way
 
     async def _end(self, episode: Episode) -> None:
-        """Closes an environment that was made, once."""
+        """Close an environment if it was made, and only once."""
         with self._lock:
             env = episode.env
             episode.env = None
@@ -318,17 +358,22 @@ class EnvironmentRunner:
 
 
 class Environments:
-    """The environments of this process, made as they are asked for."""
+    """The runners of this process, one for each environment, made when they are first asked for."""
 
     def __init__(
         self, block: EnvironmentConfig | None = None, env_config: Mapping[str, Any] | None = None
     ) -> None:
-        """block: the run's. env_config: environment -> more of what its instances are made with."""
+        """Prepare the calls of this process.
+
+        Args:
+            block: The run's block `environment`. None for its defaults.
+            env_config: More settings that the instances of each environment are made with, by its name.
+        """
         self.block = block or EnvironmentConfig()
         self.env_config = env_config or {}
         threads = self.block.max_workers
-        most = {"thread": threads, "process": min(threads, MOST_COMPUTING), "async": None}
-        self.calls = {how: Calls(number) for how, number in most.items()}
+        limits = {"thread": threads, "process": min(threads, MOST_COMPUTING), "async": None}
+        self.calls = {how: Calls(limit) for how, limit in limits.items()}
         self._runners: dict[str, EnvironmentRunner] = {}
 
     def __getitem__(self, env_class: str) -> EnvironmentRunner:
@@ -338,16 +383,19 @@ class Environments:
         return self._runners[env_class]
 
     def give_up(self) -> None:
-        """Ends every call that is under way; to be said before episodes are closed in haste."""
+        """Fail every call that is under way.
+
+        Use this before you close episodes in haste.
+        """
         for calls in self.calls.values():
             calls.give_up()
 
     def wait_for_ends(self, seconds: float | None = None) -> None:
-        """Until the episodes are closed that are over."""
+        """Wait until all episodes that are over are closed, for at most `seconds` if it is given."""
         wait([end for runner in self._runners.values() for end in list(runner.ends)], seconds)
 
     def close(self) -> None:
-        """Ends threads and processes."""
+        """End the threads and processes."""
         self.give_up()
         self.wait_for_ends(CLOSE_SECONDS)
         for calls in self.calls.values():

@@ -1,8 +1,8 @@
 """Arithmetic in GSM8K's form: the answer is a number after `####`.
 
-    gsm8k             one turn: 1 or 0
-    gsm8k_multi_turn  up to `max_turns` turns, over with the right answer: 1, or 0.2 / max_turns for each turn
-                      that ends in a number which is not the right one
+    gsm8k             one turn, with a reward of 1 or 0
+    gsm8k_multi_turn  up to `max_turns` turns, until the answer is right, with a reward of 1 for the right
+                      answer and of 0.2 / max_turns for each turn that gives another number
 
 `env_config`: {"method": "strict" (default: the number after the first ####) | "flexible" (the last number)}.
 The strict rule is SkyRL's and verl's, so that rewards can be compared.
@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
 
-FORM_REWARD = 0.2  # of all turns together
+FORM_REWARD = 0.2  # the most that all turns together earn for numbers that are not right
 
 _NUMBERS = {"strict": r"#### (-?[0-9.,]+)", "flexible": r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"}
 
 
 def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The number that the text gives as its answer, without commas; None: it gives none."""
+    """Return the number that the text gives as its answer, without commas, or None if it gives none."""
     numbers = re.findall(_NUMBERS[method], text)
     if not numbers:
         return None
@@ -29,7 +29,7 @@ def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") 
 
 
 class GSM8kEnv(BaseTextEnv):
-    """One turn; reward 1 for the right number, else 0."""
+    """One turn with a reward of 1 for the right number and 0 otherwise."""
 
     runs = "inline"
     counts_turns = stateless = True
@@ -48,24 +48,27 @@ class GSM8kEnv(BaseTextEnv):
 
 
 class GSM8kMultiTurnEnv(GSM8kEnv):
-    """Several turns: each asks for reasoning and a tentative number, the last one for the number alone."""
+    """Several turns, until the number is right.
+
+    Each turn asks for reasoning and a tentative number. The last turn asks for the number alone.
+    """
 
     max_turns = 5
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         number = extract_number(action, self.method)
-        right = number == self.gold
-        left = self.max_turns - self.turns
+        is_right = number == self.gold
+        num_left = self.max_turns - self.turns
         reward = 0.0
-        if right:
+        if is_right:
             reward = 1.0
         elif number is not None:
             reward = FORM_REWARD / self.max_turns
-        if right or left <= 0:
+        if is_right or num_left <= 0:
             return {"observations": [], "reward": reward, "done": True, "metadata": {}}
         content = "Reason step by step, and end with a tentative number in the exact form '#### NUMBER'."
-        if left == 1:
+        if num_left == 1:
             content = "This is the last turn. Give only the final number, in the exact form '#### NUMBER'."
         observations = [{"role": "user", "content": content}]
         return {"observations": observations, "reward": reward, "done": False, "metadata": {}}

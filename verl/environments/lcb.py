@@ -1,15 +1,16 @@
 """Programming problems in LiveCodeBench's form: one turn, whose last code block must pass all tests.
 
-Row: `reward_spec.ground_truth`, JSON text of the tests:
+The row's `reward_spec.ground_truth` is JSON text of the tests:
 
     [{"testtype": "stdin", "input": "3\\n", "output": "9\\n"}, ...]
     [{"testtype": "functional", "input": "[1, 2]\\n3", "output": "[1]", "metadata": {"func_name": "f"}}, ...]
 
-The input of a functional test has one JSON value per argument and line. The function stands at the top of the
-program, or in a class `Solution`. Reward 1 or 0. `env_config`: {"seconds": 6, for each test}.
+The input of a functional test has one JSON value for each argument, each on a line of its own. The function
+is defined at the top level of the program, or in a class `Solution`. The reward is 1 or 0. `env_config`:
+{"seconds": 6, for each test}.
 
-The program runs on the code server of `verifiers.code.api_url`, where it sees inputs only; results are
-compared where it is not.
+The program runs on the code server of `verifiers.code.api_url`. It sees inputs only. The results are compared
+outside of its process.
 """
 
 import json
@@ -20,11 +21,13 @@ from typing import Any
 from verl.code_server.client import CodeClient
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
 
-BATCH_SECONDS = 30.0  # that the tests of one request may take: a program that hangs in each is known by then
+# The time that the tests of one request may take. A program that hangs in each test is known by then.
+BATCH_SECONDS = 30.0
 
 _BLOCK = re.compile(r"```(?:\w+)?\n(.*?)```", re.DOTALL)
-# What solutions on programming sites need not import. The slow ones come only where the program names them.
-# typing comes first: its Counter and OrderedDict are no classes to derive from.
+# The modules that solutions on programming sites need not import. Slow ones are imported only if the program
+# names them. typing comes first because its Counter and OrderedDict are no classes to derive from: those of
+# collections replace them.
 _WHOLE = ("typing", "bisect", "collections", "copy", "functools", "heapq", "itertools", "random", "string")
 PRELUDE = "".join(f"from {module} import *\n" for module in _WHOLE)
 PRELUDE += """\
@@ -41,7 +44,7 @@ _FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
 
 
 class LCBEnv(BaseTextEnv):
-    """One problem."""
+    """One programming problem."""
 
     counts_turns = stateless = True
 
@@ -82,14 +85,17 @@ class LCBEnv(BaseTextEnv):
 
 
 def with_prelude(code: str) -> str:
-    """The program with the imports that its site gives it for free."""
+    """Return the program with the imports that programming sites provide."""
     future = "".join(_FUTURE.findall(code))
     slow = "".join(line for name, line in _SLOW_IMPORTS.items() if name in code and line not in code)
     return f"{future}{PRELUDE}{slow}\n{_FUTURE.sub('', code)}"
 
 
 def function_test(test: Mapping[str, Any], in_class: bool) -> str:
-    """An assert that calls the program's function. A tuple counts as a list: JSON has no tuples."""
+    """Return an assert that calls the program's function.
+
+    A tuple counts as a list, because JSON has no tuples.
+    """
     name = test["metadata"]["func_name"]
     arguments = ", ".join(repr(json.loads(line)) for line in test["input"].split("\n"))
     expected = json.loads(test["output"])

@@ -1,8 +1,8 @@
-"""Messages with tools as plain text, for templates and models that know no tools of their own.
+"""Messages with tools as plain text, for templates and models that have no tools of their own.
 
-A format says how a model writes calls in its turn's text, and reads what tools give. `hermes` has
-<tool_call>{"name": .., "arguments": {..}}</tool_call> and <tool_response>; `search_r1` has Search-R1's tags,
-for one tool `search` with one argument `query`.
+A format says how a model writes calls in the text of its turn, and how it reads the results of tools. The
+format `hermes` has <tool_call>{"name": .., "arguments": {..}}</tool_call> and <tool_response>. The format
+`search_r1` has Search-R1's tags, for one tool `search` with one argument `query`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ CALL_BEGINS = "<tool_call>"
 
 
 class ToolFormat(NamedTuple):
-    """call: matches one. read: its text -> (name, arguments; a text that is none as it is). write: the other
-    way round. result: what stands around what a tool gave. is_told: the system message says which tools there
-    are, and how they are called. stop: ends a turn.
+    """A format of tool calls and their results in plain text.
+
+    Attributes:
+        call: A pattern that matches one call.
+        read: Takes the text of a call and returns its name and arguments. A text that is no call is returned
+            as it is, as the arguments of a tool "invalid".
+        write: Takes a name and arguments, and returns the text of a call.
+        result: A template for the text around the result of a tool.
+        is_told: Whether the system message lists the tools and says how to call them.
+        stop: Strings that end a turn.
     """
 
     call: re.Pattern[str]
@@ -36,7 +43,7 @@ def _read_json(text: str) -> tuple[str, Any]:
     call = loaded(text)
     if isinstance(call, dict) and "name" in call:
         return str(call["name"]), call.get("arguments") or {}
-    return "invalid", text  # whoever runs the tools says what is wrong with it
+    return "invalid", text  # whoever runs the tools says what is wrong with the call
 
 
 FORMATS = {
@@ -65,13 +72,13 @@ def _query(given: str) -> str:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message as OpenAI writes it: parts are joined."""
+    """Return the text of a message in OpenAI's format, with its parts joined."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
 def loaded(arguments: Any) -> Any:
-    """The arguments of a call; a text that is no JSON as it is."""
+    """Parse the arguments of a call from JSON, or return them as they are if they are no JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, TypeError, RecursionError):
@@ -79,13 +86,13 @@ def loaded(arguments: Any) -> Any:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[list[Any]]:
-    """[name, arguments] of each call of a message, however a client has spelled the arguments."""
+    """Return [name, arguments] of each call of a message, however a client has spelled the arguments."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     return [[function["name"], loaded(function["arguments"])] for function in functions]
 
 
 def plain(message: Mapping[str, Any], form: ToolFormat = HERMES) -> str:
-    """A message's text with its calls, or what a tool gave, in the tags that models know."""
+    """Return a message as text: its content and calls, or a tool's result, in the tags of a format."""
     if message["role"] == "tool":
         return form.result.format(text_of(message))
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -95,11 +102,15 @@ def plain(message: Mapping[str, Any], form: ToolFormat = HERMES) -> str:
 def with_tools_told(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, form: ToolFormat = HERMES
 ) -> list[Message]:
-    """Roles and plain texts; the system message ends in the tools (OpenAI's descriptions), if there are any
-    and the format tells them.
+    """Return the messages as roles and plain texts, with the tools in the system message.
+
+    If there are tools and the format lists them, the system message ends with OpenAI's descriptions of them.
     """
     roles = {"tool": "user", "developer": "system"}
-    shown = [{"role": roles.get(m["role"], m["role"]), "content": plain(m, form)} for m in messages]
+    shown = [
+        {"role": roles.get(message["role"], message["role"]), "content": plain(message, form)}
+        for message in messages
+    ]
     if tools and form.is_told:
         lines = "\n".join(map(json.dumps, tools))
         text = f"These tools can be called:\n<tools>\n{lines}\n</tools>\n{_HOW_TO_CALL}\n\n"
@@ -110,10 +121,16 @@ def with_tools_told(
 
 
 def with_tool_calls(text: str, id_prefix: str = "call_", form: ToolFormat = HERMES) -> dict[str, Any]:
-    """A turn's text as OpenAI writes it: `content` without the calls, and `tool_calls`; {} without calls."""
+    """Return a turn's text in OpenAI's format, or {} if it has no calls.
+
+    The result has the keys `content`, without the calls, and `tool_calls`.
+    """
     calls: list[dict[str, Any]] = []
-    for found in form.call.findall(text):
-        name, given = form.read(found)
-        function = {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)}
+    for call_text in form.call.findall(text):
+        name, arguments = form.read(call_text)
+        function = {
+            "name": name,
+            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+        }
         calls.append({"id": f"{id_prefix}{len(calls)}", "type": "function", "function": function})
     return {"content": form.call.sub("", text), "tool_calls": calls} if calls else {}

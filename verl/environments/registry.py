@@ -1,4 +1,4 @@
-"""Environments by name: an `env_class` of a row or of the configuration."""
+"""The names of environments: an `env_class` of a row or of the configuration."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from verl.environments.base import HOW, check_stop, make_environment
 from verl.utils.importing import import_named
 
-SEARCH = "search"  # the default; `search_r1` registers it
-EntryPoint = str | Callable[..., Any]  # "package.module:Class", or what makes an instance
+SEARCH = "search"  # the default, which `search_r1` registers
+EntryPoint = str | Callable[..., Any]  # "package.module:Class", or a callable that makes an instance
 
-registry: dict[str, tuple[EntryPoint, Mapping[str, Any]]] = {  # with arguments that are always given
+# The entry point of each name, and the arguments that it always gets.
+registry: dict[str, tuple[EntryPoint, Mapping[str, Any]]] = {
     "single_turn": ("verl.environments.single_turn:SingleTurnEnv", {}),
     "gsm8k": ("verl.environments.gsm8k:GSM8kEnv", {}),
     "gsm8k_multi_turn": ("verl.environments.gsm8k:GSM8kMultiTurnEnv", {}),
@@ -24,39 +25,59 @@ registry: dict[str, tuple[EntryPoint, Mapping[str, Any]]] = {  # with arguments 
 
 
 def register(id: str, entry_point: EntryPoint, kwargs: Mapping[str, Any] | None = None) -> None:
-    """Gives an environment a name. ValueError: the name is taken."""
+    """Give an environment a name.
+
+    Args:
+        id: The name.
+        entry_point: "package.module:Class", or a callable that makes an instance.
+        kwargs: Arguments that the entry point always gets.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
     if id in registry:
         raise ValueError(f"Environment {id!r} is registered already; take another name, or `deregister` it.")
     registry[id] = entry_point, dict(kwargs or {})
 
 
 def deregister(id: str) -> None:
-    """Takes a name away. ValueError: there is none."""
+    """Remove a name.
+
+    Raises ValueError if no environment has it.
+    """
     if registry.pop(id, None) is None:
         raise ValueError(f"Found no environment {id!r}; expected one of {', '.join(sorted(registry))}.")
 
 
 def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """The class (or callable) of a name or of package.module:Class, and the arguments it is always given.
+    """Return the class (or callable) of an environment, and the arguments that it always gets.
+
+    Args:
+        env_class: A registered name, or package.module:Class.
 
     Raises:
-        ValueError: there is no such name, with the nearest one; its module or class can't be had; or its
-            `runs` or `stop` are of a wrong kind.
+        ValueError: If there is no such name (the message suggests the nearest one), if its module or class
+            can't be loaded, or if its `runs` or `stop` has a wrong value.
     """
     entry_point, kwargs = registry.get(env_class, (env_class, {}))
-    found: Any = entry_point
+    cls: Any = entry_point
     if isinstance(entry_point, str):
-        found = import_named(entry_point, f"env_class={env_class!r}", registry)
-    if not callable(found):
-        raise ValueError(f"Found env_class={env_class!r}, a {type(found).__name__}; expected a class.")
-    if getattr(found, "runs", "thread") not in HOW:
-        raise ValueError(f"{env_class}: found runs={found.runs!r}; expected one of {', '.join(HOW)}.")
-    if not isinstance(stop := getattr(found, "stop", ()), property):
+        cls = import_named(entry_point, f"env_class={env_class!r}", registry)
+    if not callable(cls):
+        raise ValueError(f"Found env_class={env_class!r}, a {type(cls).__name__}; expected a class.")
+    if getattr(cls, "runs", "thread") not in HOW:
+        raise ValueError(f"{env_class}: found runs={cls.runs!r}; expected one of {', '.join(HOW)}.")
+    if not isinstance(stop := getattr(cls, "stop", ()), property):
         check_stop(stop)
-    return found, kwargs
+    return cls, kwargs
 
 
 def make(env_class: str, **kwargs: Any) -> Any:
-    """An instance for one episode; kwargs: `env_config` and `extras`, as in SkyRL."""
+    """Make an instance for one episode.
+
+    Args:
+        env_class: A registered name, or package.module:Class.
+        kwargs: `env_config` and `extras`, as in SkyRL.
+    """
     cls, always = load_class(env_class)
     return make_environment(cls, {**always, **kwargs})

@@ -4,9 +4,10 @@
     <tool><python>PROGRAM</python></tool>     what the program printed comes back
     <solution>... #### N</solution>           ends the episode
 
-Reward, at the end: 1 for the right number after the first `####` that the policy wrote outside of its tool
-calls, else 0. What a tool returned earns nothing. A program runs on the code server, without network and
-without the trainer's environment. A search that fails ends the episode: it leaves the batch.
+The reward comes at the end. It is 1 if the number after the first `####` that the policy wrote outside of its
+tool calls is right, and 0 otherwise. A number that a tool returned earns nothing. A program runs on the code
+server, without network and without the trainer's environment. A search that fails ends the episode, which
+then leaves the batch.
 
 `env_config`: {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30 seconds for a search,
 "seconds": 10 for a program}.
@@ -29,14 +30,14 @@ from verl.environments.base import (
 from verl.environments.gsm8k import extract_number
 
 DEFAULTS = {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30.0, "seconds": 10.0}
-MAX_CHARACTERS = 9_000  # of what a program printed that the policy is shown
+MAX_CHARACTERS = 9_000  # the most of a program's output that the policy is shown
 
 _TOOL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 _CALL = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
 
 
 class SearchGroup(ToolGroup):
-    """Asks a server with Search-R1's /retrieve."""
+    """The tool `search`, which asks a server with Search-R1's /retrieve."""
 
     def __init__(self, url: str, topk: int, timeout: float) -> None:
         super().__init__("SearchToolGroup")
@@ -46,7 +47,10 @@ class SearchGroup(ToolGroup):
 
     @tool
     def search(self, query: str) -> str:
-        """The documents as JSON text. CouldNotVerify: the server gives none."""
+        """Return the documents for a query as JSON text.
+
+        Raises CouldNotVerify if the server does not answer with documents.
+        """
         request = {"queries": [query.strip()], "topk": self.topk, "return_scores": True}
         texts = ask([self.url], "", request, self.timeout, read_contents)
         documents = "".join(f"Doc {index}: {text}\n" for index, text in enumerate(texts, 1))
@@ -58,7 +62,7 @@ def read_contents(reply: Any) -> list[str]:
 
 
 class PythonGroup(ToolGroup):
-    """Runs a program on the code server."""
+    """The tool `python`, which runs a program on the code server."""
 
     def __init__(self, client: CodeClient, seconds: float) -> None:
         super().__init__("PythonCodeExecutorToolGroup")
@@ -67,7 +71,10 @@ class PythonGroup(ToolGroup):
 
     @tool
     def python(self, code: str) -> str:
-        """What it printed, or what went wrong. CouldNotVerify: the server's state is unknown."""
+        """Run a program, and return what it printed or what went wrong.
+
+        Raises CouldNotVerify if the code server gives no answer.
+        """
         printed, outcome = self.client.run(code, stdin="", limit=self.seconds)
         printed = printed.strip()
         if len(printed) > MAX_CHARACTERS:
@@ -76,7 +83,7 @@ class PythonGroup(ToolGroup):
 
 
 class SearchCodeEnv(BaseTextEnv):
-    """One question."""
+    """One question for which the policy may call both tools."""
 
     stop = ("</tool>", "</solution>")
     counts_turns = True
@@ -100,14 +107,14 @@ class SearchCodeEnv(BaseTextEnv):
             return {"observations": [], "reward": reward, "done": True, "metadata": {}}
         block = _TOOL.search(action)
         call = _CALL.search(block[1]) if block else None
-        name, given = (call[1], call[2].strip()) if call else (None, "")
+        name, tool_input = (call[1], call[2].strip()) if call else (None, "")
         group = self.tool_to_toolgroup.get(name) if name else None
         if name is None:
             text = "There is no tool call. Write <tool><search>QUERY</search></tool> or <tool><python>..."
         elif group is None:
             text = f"There is no tool {name!r}; there are {', '.join(self.tool_to_toolgroup)}."
         else:
-            text = self._execute_tool(group, name, [given])
+            text = self._execute_tool(group, name, [tool_input])
         observations = [{"role": "user", "content": text}] if text else []
-        metadata = {"tool_group": group, "tool_name": name, "tool_input": given}
+        metadata = {"tool_group": group, "tool_name": name, "tool_input": tool_input}
         return {"observations": observations, "reward": 0.0, "done": False, "metadata": metadata}

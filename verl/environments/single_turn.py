@@ -1,10 +1,10 @@
-"""One turn, scored by the row's verifiers or by the reward function."""
+"""The environment of one turn, which the row's verifiers or the reward function score."""
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput
 
 
 class SingleTurnEnv(BaseTextEnv):
-    """The response is the episode."""
+    """An episode that is over after one response."""
 
     counts_turns = stateless = True
 

@@ -3,19 +3,19 @@
     <think>...</think> <sql>SELECT ...</sql>            the result comes back in <observation>
     <think>...</think> <solution>SELECT ...</solution>  ends the episode
 
-Reward, at the end: 1 where the solution gives the rows of the right query (each as often; in its order where
-that query orders its result), 0 where it does not, -1 where the form is broken. The form is SkyRL's: one
-<solution>, with none of the other tags in it, a thought somewhere, and each turn after an observation begins
-with <think>. Only what the policy wrote counts.
+The reward comes at the end. It is 1 if the solution returns the rows of the right query, each as often, and
+in the same order if that query orders its result. It is 0 if the rows differ, and -1 if the form is broken.
+The form is SkyRL's: there is one <solution> with none of the other tags in it, there is a thought somewhere,
+and each turn after an observation begins with <think>. Only the text that the policy wrote counts.
 
-Row: `db_id`, `reward_spec.ground_truth` (the right query), and `data` (synsql, spider or bird) where the
+A row has `db_id`, `reward_spec.ground_truth` (the right query), and `data` (synsql, spider or bird) if the
 databases lie as in one of these collections. `env_config`: {"db_path": the folder with the databases,
 "seconds": 5, of computing for each query}. A database is DB_PATH[/folder of `data`]/DB_ID/DB_ID.sqlite.
 
 Queries run in processes that can be killed. A connection only reads: the file is opened with mode=ro,
-`query_only` is set, and an authorizer refuses all else (ATTACH, PRAGMA, load_extension, writing). SQLite is
-asked to stop after `seconds` of processor time; the kernel ends the process a little later where a single
-operation does not listen. Both limit the memory.
+`query_only` is set, and an authorizer refuses everything else (ATTACH, PRAGMA, load_extension, writing).
+SQLite is asked to stop after `seconds` of processor time. If a single operation does not listen, the kernel
+ends the process a little later. Both SQLite and the kernel limit the memory.
 """
 
 import os
@@ -39,9 +39,8 @@ FOLDERS = {
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
-# that the policy is shown
-MAX_ROWS = 50
-MAX_CHARACTERS = 9_000
+MAX_ROWS = 50  # the most rows of a result that the policy is shown
+MAX_CHARACTERS = 9_000  # the most characters of a result that the policy is shown
 MEMORY_BYTES = 256 << 20
 MAX_COMPARED_ROWS = 1_000_000
 
@@ -54,7 +53,10 @@ _OBSERVED = re.compile(r"</observation>(?!\s*<think>)", re.IGNORECASE)
 
 
 class SQLEnv(BaseTextEnv):
-    """One question. Errors of a query are observations; a right query that fails is CouldNotVerify."""
+    """One question that a query on a database answers.
+
+    An error of the policy's query is an observation. `step` raises CouldNotVerify if the right query fails.
+    """
 
     stop = ("</sql>", "</solution>")
     observation_end = "</reminder></observation>\n\n"
@@ -69,9 +71,9 @@ class SQLEnv(BaseTextEnv):
         self.actions = list[str]()
         self.max_turns = row_max_turns(row) or type(self).max_turns
         self.seconds = float(config.get("seconds") or 5)
-        first = ("look", ":memory:", "SELECT 1", self.seconds)
-        most = 2 * self.seconds + 1  # a call may be of two queries
-        self.workers = shared_workers("verl.environments.text2sql:answer", most, first)
+        first_call = ("look", ":memory:", "SELECT 1", self.seconds)
+        cpu_seconds = 2 * self.seconds + 1  # a call may run two queries
+        self.workers = shared_workers("verl.environments.text2sql:answer", cpu_seconds, first_call)
         if not config.get("db_path") or not row.get("db_id"):
             raise ValueError(
                 f"Found db_path={config.get('db_path')!r} and a row with db_id={row.get('db_id')!r}; set "
@@ -86,8 +88,8 @@ class SQLEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.actions.append(action)
-        left = self.max_turns - len(self.actions)
-        if left <= 0 or ("<solution>" in action and "</solution>" in action):
+        num_left = self.max_turns - len(self.actions)
+        if num_left <= 0 or ("<solution>" in action and "</solution>" in action):
             return {"observations": [], "reward": self._reward(), "done": True, "metadata": {}}
         text = "There is no query to run. Think in <think>, then write one query as <sql>QUERY</sql>."
         if (match := _SQL.search(action)) is not None:
@@ -95,7 +97,7 @@ class SQLEnv(BaseTextEnv):
                 text = self.workers.ask("look", self.file, match[1], self.seconds)
             except CheckFailed as error:
                 text = f"Error: {error}"
-        content = f"\n\n<observation>{text}\n<reminder>Turns left: {left}.</reminder></observation>\n\n"
+        content = f"\n\n<observation>{text}\n<reminder>Turns left: {num_left}.</reminder></observation>\n\n"
         observations = [{"role": "user", "content": content}]
         return {"observations": observations, "reward": 0.0, "done": False, "metadata": {}}
 
@@ -104,7 +106,8 @@ class SQLEnv(BaseTextEnv):
         if solution is None:
             return -1.0
         ordered = is_ordered(self.gold)
-        for sql, worth in ((solution, 1.0), (self.gold, 0.0)):  # the second says which of the two has failed
+        # If the first comparison fails, the second one shows which of the two queries is to blame.
+        for sql, worth in ((solution, 1.0), (self.gold, 0.0)):
             try:
                 return worth * self.workers.ask("is_equal", self.file, sql, self.gold, self.seconds, ordered)
             except CheckFailed as error:
@@ -113,7 +116,11 @@ class SQLEnv(BaseTextEnv):
 
 
 def read_solution(actions: Sequence[str]) -> str | None:
-    """The query in <solution>; None: the form is broken. Between two actions stood an observation."""
+    """Return the query in <solution>, or None if the form is broken.
+
+    Args:
+        actions: The texts of the policy's turns. There was an observation between any two of them.
+    """
     text = "\n</observation>\n".join(actions)
     before, _, tail = text.partition("<solution>")
     solution, _, _ = tail.partition("</solution>")
@@ -129,8 +136,8 @@ def read_solution(actions: Sequence[str]) -> str | None:
 
 @lru_cache(maxsize=10_000)
 def is_ordered(sql: str) -> bool:
-    """Whether the query orders its result: ORDER BY at its outermost level."""
-    import sqlglot  # here: it takes a while, and only this environment needs it
+    """Return whether the query orders its result, with an ORDER BY at its outermost level."""
+    import sqlglot  # imported here because it takes a while, and only this environment needs it
 
     try:
         return sqlglot.parse_one(sql, read="sqlite").args.get("order") is not None
@@ -140,18 +147,28 @@ def is_ordered(sql: str) -> bool:
 
 # -------------------------------------------------------------------------------- in the processes
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """SQLite's question for each thing that a statement would do; `second` is a function's name."""
-    calls = action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in _REFUSED_FUNCTIONS
-    return sqlite3.SQLITE_OK if calls or action in _READS else sqlite3.SQLITE_DENY
+    """Answer SQLite's question whether a statement may do one thing.
+
+    `second` is the name if that thing is the call of a function.
+    """
+    is_allowed_call = action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in _REFUSED_FUNCTIONS
+    return sqlite3.SQLITE_OK if is_allowed_call or action in _READS else sqlite3.SQLITE_DENY
 
 
 def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The names of the columns and at most `most_rows` rows, in the order in which the database gives them.
-    sqlite3.Error, ValueError: the query is wrong or refused. TimeoutError, MemoryError: it takes too much.
+    """Run a query, and return the names of the columns and at most `most_rows` rows.
+
+    The rows are in the order in which the database returns them.
+
+    Raises:
+        sqlite3.Error, ValueError: If the query is wrong or refused.
+        TimeoutError: If the query takes too much time.
+        MemoryError: If the query takes too much memory.
     """
     for limit, value in ((resource.RLIMIT_AS, MEMORY_BYTES * 4), (resource.RLIMIT_FSIZE, 0)):
         resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
-    # "immutable" needs no lock and leaves no files beside the database; it misses changes in a log.
+    # "immutable" needs no lock and leaves no files beside the database. It misses changes in a log, so it is
+    # not used where there is one.
     immutable = "" if os.path.exists(file + "-wal") else "&immutable=1"
     connection = sqlite3.connect(f"file:{quote(file)}?mode=ro{immutable}", uri=True, isolation_level=None)
     try:
@@ -175,14 +192,17 @@ def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str
 
 
 def look(file: str, sql: str, seconds: float) -> str:
-    """The result as the policy reads it: the columns' names, then the rows, with | between cells."""
+    """Return the result of a query as the policy reads it.
+
+    The names of the columns come first, and then the rows, with | between cells.
+    """
 
     def cell(value: Any) -> str:
         if value is None:
             value = "NULL"
         elif isinstance(value, bytes):
             value = f"x'{value[:100].hex()}'"
-        return " ".join(str(value)[:MAX_CHARACTERS].splitlines())  # a row is a line
+        return " ".join(str(value)[:MAX_CHARACTERS].splitlines())  # each row is one line
 
     names, rows = query(file, sql, seconds, MAX_ROWS + 1)
     text = "\n".join([" | ".join(names), *(" | ".join(map(cell, row)) for row in rows[:MAX_ROWS])])
@@ -194,9 +214,20 @@ def look(file: str, sql: str, seconds: float) -> str:
 
 
 def is_equal(file: str, sql: str, gold: str, seconds: float, ordered: bool) -> bool:
-    """Whether a query gives the rows of the right one, each as often; in the same order, if `ordered`. The
-    number of columns counts too: a statement without a result is not equal to an empty one. Raises as `query`
-    where the right query fails; MemoryError: either takes too much.
+    """Return whether a query gives the rows of the right query, each as often.
+
+    The number of columns counts, too: a statement without a result does not equal an empty result.
+
+    Args:
+        file: The path of the database.
+        sql: The query to judge.
+        gold: The right query.
+        seconds: The processor time that each query may take.
+        ordered: Whether the rows must be in the same order.
+
+    Raises:
+        sqlite3.Error, ValueError, TimeoutError: If the right query fails, as in `query`.
+        MemoryError: If either query takes too much memory.
     """
     gold_names, gold_rows = query(file, gold, seconds, MAX_COMPARED_ROWS)
     try:
@@ -208,5 +239,5 @@ def is_equal(file: str, sql: str, gold: str, seconds: float, ordered: bool) -> b
 
 
 def answer(kind: str, *arguments: Any) -> Any:
-    """What a process is asked: "look" or "is_equal"."""
+    """Do what a process is asked for, which is "look" or "is_equal"."""
     return (look if kind == "look" else is_equal)(*arguments)

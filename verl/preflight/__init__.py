@@ -1,10 +1,13 @@
-"""The preflight: what would spoil a run, and whether it fits into memory, before anything is spent.
+"""The preflight, which finds what would spoil a run before anything is spent.
 
-    target.py               what is looked at, and Finding: one trouble in one line
+It also tells whether the run fits into memory.
+
+    target.py               what the checks look at, and Finding: one trouble in one line
     machine_checks.py, run_checks.py, cluster.py    the checks: functions from the Target to findings
-    memory.py -> plan.py    who goes where, memory of each device
-    preflight.py            the checks put to work: by the command, and by each run at its start
+    memory.py -> plan.py    who goes where, and the memory of each device
+    preflight.py            runs the checks, for the command and at the start of each run
 
-Everything asks the objects that the run itself uses: the configuration, Passes, roles_of, the model's config.
-A new check is a function whose docstring's first line says what it finds, with a name in its file's table.
+Everything asks the objects that the run itself uses: the configuration, Passes, roles_of, and the model's
+config. A new check is a function with a name in its file's table. The first line of its docstring says what
+it finds.
 """

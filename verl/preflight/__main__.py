@@ -1,4 +1,4 @@
-"""`python -m verl.preflight`: see verl/trainer/main_preflight.py."""
+"""The command `python -m verl.preflight` (see verl/trainer/main_preflight.py)."""
 
 import sys
 

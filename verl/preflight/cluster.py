@@ -1,7 +1,8 @@
 """The Ray cluster that a run would use, its own checks, and those on each of its machines.
 
-look_at_ray    RAY_ADDRESS, what `ray start` left here, the head node's list of nodes: takes no second
-check_nodes    connects, and runs the checks of machines pinned to each node: seconds
+look_at_ray    reads RAY_ADDRESS, the addresses that `ray start` has written on this machine, and the head
+               node's list of nodes, in less than a second
+check_nodes    connects, and runs the checks of machines pinned to each node, in seconds
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CURRENT_CLUSTER = "ray_current_cluster"  # `ray start` writes the head node's ad
 
 
 def check_machine(target: Target, names: Sequence[str]) -> list[Finding]:
-    """Runs the checks of machines on this one."""
+    """Run the checks of machines on this machine."""
     return [
         replace(finding, check=name)
         for name, find in MACHINE_CHECKS.items()
@@ -37,21 +38,24 @@ def check_machine(target: Target, names: Sequence[str]) -> list[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the packages that processes exchange objects with, and NCCL."""
-    known = {"python": ".".join(platform.python_version_tuple()[:2])}
-    known |= {package: metadata.version(package) for package in ("torch", "ray", "transformers")}
+    """Return the versions of Python, of the packages with which processes exchange objects, and of NCCL."""
+    by_package = {"python": ".".join(platform.python_version_tuple()[:2])}
+    by_package |= {package: metadata.version(package) for package in ("torch", "ray", "transformers")}
     if torch.version.cuda is not None and torch.distributed.is_nccl_available():
-        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return known
+        by_package["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return by_package
 
 
 def look_at_ray() -> Cluster:
-    """What can be known without connecting. Imports Ray: for runs that need it."""
+    """Return what can be known of the cluster without connecting to it.
+
+    The function imports Ray, so call it only for runs that need Ray.
+    """
     from verl.single_controller.ray.session import list_nodes
 
     address = os.environ.get("RAY_ADDRESS") or None
     written = read_text(Path(ray_folder()) / "ray" / CURRENT_CLUSTER).split()
-    started = tuple(one for one in written if _answers(one))
+    started = tuple(candidate for candidate in written if _answers(candidate))
     if address == "auto" and not started:
         return Cluster(address, started, "RAY_ADDRESS=auto: no Ray cluster runs on this machine")
     head = started[0] if address == "auto" else address
@@ -83,8 +87,11 @@ def _answers(address: str) -> bool:
 
 
 def check_nodes(target: Target, names: Sequence[str]) -> tuple[Target, list[Finding]]:
-    """Runs the checks of machines on each node that is alive, by a task pinned to it. Returns what was found,
-    and the target with the versions on each node and who did not answer, or why there is no connection.
+    """Run the checks of machines on each node that is alive, by a task pinned to it.
+
+    Returns:
+        The target and the findings. The target has the versions on each node and the nodes that did not
+        answer, or the reason why there is no connection.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -129,7 +136,7 @@ def check_nodes(target: Target, names: Sequence[str]) -> tuple[Target, list[Find
 def _check_on_node(
     target: Target, names: Sequence[str], secrets: dict[str, str]
 ) -> tuple[str, dict[str, str], list[Finding]]:
-    """The task's body. Returns (the machine's name, its versions, what is found)."""
+    """Run the checks in a task, and return the machine's name, its versions, and the findings."""
     os.environ.update(secrets)
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # Ray hides GPUs from tasks that reserve none
         del os.environ["CUDA_VISIBLE_DEVICES"]
@@ -137,7 +144,7 @@ def _check_on_node(
 
 
 def find_wrong_address(target: Target) -> Iterator[Finding]:
-    """RAY_ADDRESS unset although a cluster is there or needed, or one that nobody answers at"""
+    """Find that RAY_ADDRESS is unset although a cluster runs or is needed, or that nobody answers at it."""
     ray = target.cluster
     nnodes = 1 if target.config is None else target.config.trainer.nnodes
     if ray is None:
@@ -162,21 +169,21 @@ def find_wrong_address(target: Target) -> Iterator[Finding]:
 
 
 def find_missing_resources(target: Target) -> Iterator[Finding]:
-    """fewer GPUs, CPUs or nodes than the run asks for (a local Ray started by mistake)"""
+    """Find fewer GPUs, CPUs or nodes than the run asks for, such as in a local Ray started by mistake."""
     config = target.config
     ray = target.cluster
     if config is None or (ray is not None and ray.problem is not None):  # the check of the address says why
         return
     trainer = config.trainer
-    asked = target.num_gpus_asked
+    num_gpus_asked = target.num_gpus_asked
     processes = num_processes(config)
     if ray is not None and ray.address is not None:
-        per_node = trainer.n_gpus_per_node if asked else 0
+        per_node = trainer.n_gpus_per_node if num_gpus_asked else 0
         able = [node for node in ray.alive if node.num_gpus >= per_node]
         num_cpus = sum(node.num_cpus for node in ray.alive)
-        num_gpus = int(sum(n.num_gpus for n in ray.alive))
+        num_gpus = int(sum(node.num_gpus for node in ray.alive))
         where = "the cluster has"
-        if len(able) < trainer.nnodes and num_gpus >= asked:
+        if len(able) < trainer.nnodes and num_gpus >= num_gpus_asked:
             dead = ", ".join(node.name for node in ray.nodes if not node.is_alive)
             yield error(
                 f"trainer.nnodes={trainer.nnodes}, the cluster has {len(able)} nodes"
@@ -190,23 +197,23 @@ def find_missing_resources(target: Target) -> Iterator[Finding]:
         num_cpus = float(os.cpu_count() or 1)
         num_gpus = machines * torch.cuda.device_count()
         where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
-    each = config.trainer.cpus_per_process if isinstance(config, Config) else 0
-    if target.needs_ray and processes * each > num_cpus:
+    cpus_per_process = config.trainer.cpus_per_process if isinstance(config, Config) else 0
+    if target.needs_ray and processes * cpus_per_process > num_cpus:
         yield error(
-            f"{processes} processes reserve {each:g} of Ray's CPUs each, {where} {num_cpus:g}",
+            f"{processes} processes reserve {cpus_per_process:g} of Ray's CPUs each, {where} {num_cpus:g}",
             "the run would wait for them, or end",
-            f"at most {num_cpus / each:g} processes on these machines",
+            f"at most {num_cpus / cpus_per_process:g} processes on these machines",
         )
-    if num_gpus < asked:
+    if num_gpus < num_gpus_asked:
         do = "trainer.device=cpu to train without GPUs, or fewer trainer.n_gpus_per_node"
         if ray is not None and ray.address is None:
             do = f"export RAY_ADDRESS={ray.started[0] if ray.started else f'<head node>:6379, or {do}'}"
-        what = f"the run asks for {asked} GPUs, {where} {num_gpus}"
+        what = f"the run asks for {num_gpus_asked} GPUs, {where} {num_gpus}"
         yield error(what, "it would wait for them, or end", do)
 
 
 def find_driver_outside(target: Target) -> Iterator[Finding]:
-    """a driver whose machine is no node of the cluster"""
+    """Find a driver whose machine is no node of the cluster."""
     from verl.single_controller.ray.environment import card_of_address
 
     ray = target.cluster
@@ -220,7 +227,7 @@ def find_driver_outside(target: Target) -> Iterator[Finding]:
 
 
 def find_bad_ray_folder(target: Target) -> Iterator[Finding]:
-    """a folder for Ray's files on NFS, or with too long a path for its sockets"""
+    """Find a folder for Ray's files that is on NFS, or whose path is too long for its sockets."""
     from verl.single_controller.ray.session import choose_temp_dir
 
     if target.cluster is None or target.cluster.address is not None:
@@ -235,7 +242,7 @@ def find_bad_ray_folder(target: Target) -> Iterator[Finding]:
 
 
 def compare_nodes(target: Target) -> Iterator[Finding]:
-    """nodes that run no task, or have other versions of Python, torch, Ray, transformers or NCCL"""
+    """Find nodes that run no task, or have other versions of Python, torch, Ray, transformers or NCCL."""
     for name in target.cluster.silent if target.cluster is not None else ():
         yield error(
             f"the node {name} did not run the preflight's task",
@@ -243,12 +250,12 @@ def compare_nodes(target: Target) -> Iterator[Finding]:
             "look at /tmp/ray/session_latest/logs/raylet.out there, or take the node out with `ray stop`",
         )
     for package, ours in versions().items() if target.versions else ():
-        others = {name: known.get(package, "none") for name, known in target.versions.items()}
+        others = {name: of_node.get(package, "none") for name, of_node in target.versions.items()}
         others = {name: version for name, version in others.items() if version != ours}
-        theirs = ", ".join(sorted(set(others.values())))
+        other_versions = ", ".join(sorted(set(others.values())))
         if others:
             yield error(
-                f"{package} is {ours} here and {theirs} on {', '.join(others)}",
+                f"{package} is {ours} here and {other_versions} on {', '.join(others)}",
                 "objects and collectives between them fail, or give wrong numbers",
                 "on each node: pip install -c constraints.txt -e '.[train]' (or one shared environment)",
             )

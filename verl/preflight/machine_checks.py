@@ -1,4 +1,7 @@
-"""Checks of each machine of a run: folders, limits, servers and the way to them, network cards, GPUs."""
+"""The checks of each machine of a run.
+
+They look at folders, limits, servers and the way to them, network cards, and GPUs.
+"""
 
 from __future__ import annotations
 
@@ -36,36 +39,34 @@ from verl.preflight.target import (
 from verl.trainer.placement import samples_apart
 
 HOME_BYTES = 1e9
-# open files of a run in one process, and on Ray
-BASE_FILES = 256
-RAY_FILES = 4096
-# what Ray gives its object store: of the memory, and all the same below
-STORE_SHARE = 0.3
-STORE_BYTES = 10e9
+BASE_FILES = 256  # the open files of a run in one process
+RAY_FILES = 4096  # the open files of a run on Ray
+STORE_SHARE = 0.3  # the share of the memory that Ray gives its object store
+STORE_BYTES = 10e9  # the most bytes that Ray gives its object store
 DRIVER = Path("/proc/driver/nvidia/version")
 RUN_PROGRAMS = frozenset(["lcb", "searchcode", "code", "code_stdio"])  # environments and verifiers
-BUSY_SHARE = 0.1  # of a GPU's memory that others may hold
+BUSY_SHARE = 0.1  # the share of a GPU's memory that others may hold
 
 
 def find_places_that_can_not_be_written(target: Target) -> Iterator[Finding]:
-    """folders of the run that are full, over quota, read-only or not the user's"""
-    places = []
+    """Find folders of the run that are full, over quota, read-only or not the user's."""
+    folders = []
     if target.run_folder:
         do = "trainer.default_local_dir=<folder on a file system with room>"
-        places.append(("run folder", target.run_folder, "nothing of the run could be kept", do))
+        folders.append(("run folder", target.run_folder, "nothing of the run could be kept", do))
     if not target.has_models:
         do = "export HF_HOME=<folder on a file system with room>"
-        places.append(("models from the hub", constants.HF_HUB_CACHE, "the model could not be fetched", do))
+        folders.append(("models from the hub", constants.HF_HUB_CACHE, "the model could not be fetched", do))
     if target.cluster is not None:
         do = "export RAY_TMPDIR=<folder on a local disk with a short path>"
-        places.append(("Ray's files", ray_folder(), "Ray would not start", do))
-    for used_for, path, why, do in places:
+        folders.append(("Ray's files", ray_folder(), "Ray would not start", do))
+    for used_for, path, why, do in folders:
         if (problem := problem_of_writing(path)) is not None:
             yield error(f"{used_for}: {path} can't be written ({problem})", why, do)
 
 
 def find_full_home(target: Target) -> Iterator[Finding]:
-    """a home folder that is full or over quota"""
+    """Find a home folder that is full or over quota."""
     problem = problem_of_writing("~")
     free = shutil.disk_usage(existing_parent("~")).free
     if problem is not None or free < HOME_BYTES:
@@ -79,7 +80,7 @@ def find_full_home(target: Target) -> Iterator[Finding]:
 
 
 def find_full_ray_disk(target: Target) -> Iterator[Finding]:
-    """the disk of Ray's files more than 95 % full"""
+    """Find a disk of Ray's files that is more than 95 % full."""
     total, used, _ = shutil.disk_usage(existing_parent(ray_folder()))
     if target.needs_ray and used > 0.95 * total:
         yield warning(
@@ -90,7 +91,7 @@ def find_full_ray_disk(target: Target) -> Iterator[Finding]:
 
 
 def find_paths_missing_on_nodes(target: Target) -> Iterator[Finding]:
-    """models that a node of the cluster does not have at the same path"""
+    """Find models that a node of the cluster does not have at the same path."""
     for path in target.model_folders:
         if not Path(path).exists():
             do = f"copy it to the same path on every node: rsync -a {path} <node>:{path}"
@@ -98,33 +99,33 @@ def find_paths_missing_on_nodes(target: Target) -> Iterator[Finding]:
 
 
 def find_few_open_files(target: Target) -> Iterator[Finding]:
-    """`ulimit -n` below what the run opens"""
+    """Find a limit of open files (`ulimit -n`) below the number that the run opens."""
     config = target.config
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Ray raises the soft limit itself
+    # Ray itself raises the soft limit.
     needed, allowed = (RAY_FILES, hard) if target.needs_ray else (BASE_FILES, soft)
     is_apart = isinstance(config, Config) and config.actor_rollout_ref.rollout.placement == "apart"
     if isinstance(config, Config) and is_apart and not samples_apart(config):
         needed = needed + 2 * config.actor_rollout_ref.rollout.max_num_seqs
         allowed = soft
     if allowed < needed:
-        more = f" (more than {hard}: the administrator, in limits.conf or LimitNOFILE=)"
+        advice = f" (more than {hard}: the administrator, in limits.conf or LimitNOFILE=)"
         yield warning(
             f"`ulimit -n` allows {allowed} open files, {needed} may be needed",
             "connections and worker processes fail with 'Too many open files', often hours later",
-            f"ulimit -n {min(needed, hard)}" + more * (hard < needed),
+            f"ulimit -n {min(needed, hard)}" + advice * (hard < needed),
         )
 
 
 def find_cpus_counted_wrong(target: Target) -> Iterator[Finding]:
-    """more cores counted by Ray than the affinity allows"""
+    """Find that Ray counts more cores than the affinity allows."""
     if not target.needs_ray:
         return
     from ray._private.utils import get_num_cpus
 
-    own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    own_addresses = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     nodes = target.cluster.alive if target.cluster is not None else []
-    listed = [node.num_cpus for node in nodes if node.address in own]
+    listed = [node.num_cpus for node in nodes if node.address in own_addresses]
     counted = listed[0] if listed else get_num_cpus(override_docker_cpu_warning=True)
     allowed = len(os.sched_getaffinity(0))
     if counted > allowed:
@@ -137,22 +138,22 @@ def find_cpus_counted_wrong(target: Target) -> Iterator[Finding]:
 
 
 def find_small_shm(target: Target) -> Iterator[Finding]:
-    """/dev/shm too small for Ray's object store"""
+    """Find a /dev/shm that is too small for Ray's object store."""
     if not target.needs_ray:
         return
     free = shutil.disk_usage("/dev/shm").free
-    wanted = min(STORE_SHARE * memory_of_machine(), STORE_BYTES)
-    if free < wanted:
-        size = -(-int(wanted) // 10**9)
+    store_bytes = min(STORE_SHARE * memory_of_machine(), STORE_BYTES)
+    if free < store_bytes:
+        size = -(-int(store_bytes) // 10**9)
         yield warning(
-            f"/dev/shm has {free / 1e9:.1f} GB free, Ray's object store wants {wanted / 1e9:.1f} GB",
+            f"/dev/shm has {free / 1e9:.1f} GB free, Ray's object store wants {store_bytes / 1e9:.1f} GB",
             "Ray keeps its objects on disk instead, and every batch goes through files",
             f"docker run --shm-size={size}g ..., or mount -o remount,size={size}g /dev/shm",
         )
 
 
 def find_too_many_threads(target: Target) -> Iterator[Finding]:
-    """OMP_NUM_THREADS times the processes of a machine above its cores"""
+    """Find more threads (OMP_NUM_THREADS times the processes of a machine) than cores."""
     config = target.config
     text = os.environ.get("OMP_NUM_THREADS", "")
     allowed = len(os.sched_getaffinity(0))
@@ -166,13 +167,18 @@ def find_too_many_threads(target: Target) -> Iterator[Finding]:
 
 
 def find_no_walls_for_programs(target: Target) -> Iterator[Finding]:
-    """a run that tests programs on this machine, where no sandbox can be built for them"""
+    """Find a run that tests programs on this machine, although no sandbox can be built for them."""
     config = target.config
     if not isinstance(config, Config) or config.verifiers.code.api_url or os.environ.get(URL_VARIABLE):
         return
     sources = sources_of(config, with_data=False)
-    names = {config.environment.env_class, *(name for s in sources for name in (s.env_class, s.verifier))}
-    served = {name for name, own in config.environment.env_config.items() if "code_api_url" in (own or {})}
+    names = {
+        config.environment.env_class,
+        *(name for source in sources for name in (source.env_class, source.verifier)),
+    }
+    served = {
+        name for name, settings in config.environment.env_config.items() if "code_api_url" in (settings or {})
+    }
     if used := [name for name in sorted(RUN_PROGRAMS - served) if name in names]:
         try:
             choose_walls("auto", Limits()).close()
@@ -186,14 +192,16 @@ def find_no_walls_for_programs(target: Target) -> Iterator[Finding]:
 
 
 def find_proxies_in_the_way(target: Target) -> Iterator[Finding]:
-    """a proxy of the environment that would catch requests to a retrieval server of this network"""
+    """Find a proxy of the environment that would catch requests to a retrieval server of this network."""
     proxies = getproxies_environment()
     for server in target.servers:
         split = urlsplit(server.url)
         proxy = proxies.get(split.scheme) or proxies.get("all")
         host = split.hostname or ""
-        is_inside = "." not in host or any(ipaddress.ip_address(a).is_private for a in server.addresses)
-        # programs differ in which spelling and which patterns they understand; all understand an exact name
+        is_inside = "." not in host or any(
+            ipaddress.ip_address(address).is_private for address in server.addresses
+        )
+        # Programs differ in which spelling and which patterns they understand. All understand an exact name.
         blind = [
             name
             for name in ("NO_PROXY", "no_proxy")
@@ -209,7 +217,7 @@ def find_proxies_in_the_way(target: Target) -> Iterator[Finding]:
 
 
 def find_silent_servers(target: Target) -> Iterator[Finding]:
-    """retrieval servers that don't answer, or are not ready"""
+    """Find retrieval servers that don't answer, or are not ready."""
     silent = [server for server in target.servers if server.problem is not None]
     for server in silent:
         split = urlsplit(server.url)
@@ -237,15 +245,19 @@ def find_silent_servers(target: Target) -> Iterator[Finding]:
 
 
 def find_wrong_corpora(target: Target) -> Iterator[Finding]:
-    """servers with another corpus than is meant (retriever.corpus_path), or than each other"""
+    """Find servers with another corpus than retriever.corpus_path, or than each other."""
     config = target.config
     probe = target.probe
     if probe is None or not isinstance(config, Config) or not target.servers:
         return
     path = config.retriever.corpus_path
-    answering = [s for s in target.servers if s.problem is None]
+    answering = [server for server in target.servers if server.problem is None]
     if path is None:
-        served = {json.dumps(s.corpus, sort_keys=True): s.url for s in answering if s.corpus is not None}
+        served = {
+            json.dumps(server.corpus, sort_keys=True): server.url
+            for server in answering
+            if server.corpus is not None
+        }
         if len(served) > 1:
             yield warning(
                 f"the servers {' and '.join(served.values())} serve different corpora",
@@ -286,15 +298,16 @@ def _describe(corpus: dict[str, Any]) -> str:
 
 
 def find_cards_that_are_not_there(target: Target) -> Iterator[Finding]:
-    """a network card that is chosen by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, and is not there"""
+    """Find a network card that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names and that does not exist."""
     states = psutil.net_if_stats()
     up = sorted(name for name in psutil.net_if_addrs() if name in states and states[name].isup)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         text = os.environ.get(variable, "")
-        # NCCL takes beginnings of names, "=" before exact ones, "^" before those left out; gloo exact names
+        # NCCL takes beginnings of names. "=" stands before exact names, and "^" before names to leave out.
+        # gloo takes exact names.
         exact = variable.startswith("GLOO") or text.startswith("=")
-        wanted = text.lstrip("=").split(",")
-        fits = any(name == one if exact else name.startswith(one) for name in up for one in wanted)
+        choices = text.lstrip("=").split(",")
+        fits = any(name == choice if exact else name.startswith(choice) for name in up for choice in choices)
         if text and not text.startswith("^") and not fits:
             yield error(
                 f"{variable}={text} names no card that is up ({', '.join(up)})",
@@ -304,7 +317,7 @@ def find_cards_that_are_not_there(target: Target) -> Iterator[Finding]:
 
 
 def find_shared_gpus(target: Target) -> Iterator[Finding]:
-    """two ranks on one GPU"""
+    """Find two ranks on one GPU."""
     entries = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if len(set(entries)) < len(entries):
         yield error(
@@ -321,7 +334,7 @@ def find_shared_gpus(target: Target) -> Iterator[Finding]:
 
 
 def find_unusable_cuda(target: Target) -> Iterator[Finding]:
-    """a GPU's driver beside a torch that can't use it: built without CUDA, or for a newer driver"""
+    """Find a torch that can't use the GPU's driver: it is built without CUDA, or for a newer driver."""
     driver = read_text(DRIVER).splitlines()
     config = target.config
     is_wanted = config is None or config.trainer.device != "cpu"
@@ -335,7 +348,7 @@ def find_unusable_cuda(target: Target) -> Iterator[Finding]:
 
 
 def find_busy_gpus(target: Target) -> Iterator[Finding]:
-    """GPUs that others hold, or that can't be used"""
+    """Find GPUs that others hold, or that can't be used."""
     for index in range(torch.cuda.device_count() if target.is_thorough else 0):
         try:
             free, total = torch.cuda.mem_get_info(index)

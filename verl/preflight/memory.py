@@ -1,11 +1,11 @@
-"""Memory of one model in one process: over FSDP2 or Megatron, trained or frozen.
+"""The memory of one model in one process, over FSDP2 or Megatron, trained or frozen.
 
     config.json -> ModelSize: counts of parameters, widths
     ModelSize, Layout, Precision -> Held: what a process holds of the model, and what a pass gathers
     Held, tokens of a pass -> activations, the chunk of logits under way
 
-Everything is in bytes. What a pass takes is counted from what autograd keeps, op by op; it is an upper bound
-where rows share a beginning.
+Everything is in bytes. The memory of a pass is counted from what autograd keeps, op by op. It is an upper
+bound if rows share a beginning.
 """
 
 from __future__ import annotations
@@ -29,23 +29,41 @@ PREFETCHED_UNITS = 2  # FSDP2 gathers the next layer while one computes
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Counts of a model's parameters, and its widths (hidden ... vocab)."""
+    """The counts of a model's parameters, and its widths.
 
-    num_parameters: int  # all but adapters, tied ones once
+    Attributes:
+        num_parameters: The number of parameters without adapters, with tied ones counted once.
+        num_layers: The number of decoder layers.
+        layer: The number of parameters in one decoder layer.
+        adapters: The number of parameters that LoRA trains. 0 if the model itself is trained.
+        hidden: The width of the hidden states.
+        intermediate: The width of the MLP, or of all experts together that a token takes.
+        heads: The number of attention heads.
+        queries: The width of the queries of all heads.
+        keys: The width of the keys of all heads.
+        key_heads: The number of heads with keys of their own.
+        vocab: The size of the vocabulary.
+        qk_norm: Whether queries and keys are normed.
+        has_vocab_head: Whether hidden states become log-probs. Otherwise they become values.
+        ties_embeddings: Whether the output matrix is the embedding's.
+        stored: The type of the weights in their files, as config.json says.
+    """
+
+    num_parameters: int
     num_layers: int
-    layer: int  # parameters in one decoder layer
-    adapters: int  # parameters that LoRA trains (0: the model itself is trained)
+    layer: int
+    adapters: int
     hidden: int
-    intermediate: int  # of all experts that a token takes
+    intermediate: int
     heads: int
     queries: int
     keys: int
     key_heads: int
     vocab: int
-    qk_norm: bool  # queries and keys are normed
-    has_vocab_head: bool  # hidden states become log-probs, not values
-    ties_embeddings: bool  # the output matrix is the embedding's
-    stored: torch.dtype | None = None  # of the weights in their files, as config.json says
+    qk_norm: bool
+    has_vocab_head: bool
+    ties_embeddings: bool
+    stored: torch.dtype | None = None
 
     @property
     def trained(self) -> int:
@@ -57,14 +75,22 @@ class ModelSize:
 
     @property
     def root(self) -> int:
-        """What is in no layer."""
+        """Return the number of parameters that are in no decoder layer."""
         return self.num_parameters - self.num_layers * self.layer
 
 
 def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bool = True) -> ModelSize:
-    """Of the model that a block such as `actor_rollout_ref.model` describes. ValueError: it can't be read.
+    """Return the size of the model that a block such as `actor_rollout_ref.model` describes.
 
-    The class that training loads is made on torch's meta device (no memory, no weights).
+    The class that training loads is made on torch's meta device, without memory and weights.
+
+    Args:
+        model: The block.
+        is_critic: Whether the model is a critic, which has a head for values.
+        with_adapters: Whether to count the adapters that the block asks for.
+
+    Raises:
+        ValueError: If the model can't be read.
     """
     config = load_hf_config(model)
     auto_class = AutoModel if is_critic else AutoModelForCausalLM
@@ -72,12 +98,14 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
         skeleton = auto_class.from_config(config, trust_remote_code=model.get("trust_remote_code", False))
     if with_adapters and wants_adapters(model):
         add_adapters(skeleton, adapter_config(model), str(model["path"]))
-    counts = {name: p.numel() for name, p in skeleton.named_parameters()}
+    counts = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
     adapters = sum(count for name, count in counts.items() if ".lora_" in name)
     layer_classes = set(skeleton._no_split_modules or ())
     layers = [name for name, module in skeleton.named_modules() if type(module).__name__ in layer_classes]
-    inside = tuple(f"{name}." for name in layers)
-    in_layers = sum(n for name, n in counts.items() if name.startswith(inside) and ".lora_" not in name)
+    layer_prefixes = tuple(f"{name}." for name in layers)
+    in_layers = sum(
+        count for name, count in counts.items() if name.startswith(layer_prefixes) and ".lora_" not in name
+    )
     fields = config.get_text_config().to_dict()
     hidden = fields["hidden_size"]
     heads = fields["num_attention_heads"]
@@ -107,7 +135,15 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
 
 @dataclass(frozen=True)
 class Layout:
-    """How models lie over the processes. context: processes that share the tokens of each sequence."""
+    """The layout of models over the processes.
+
+    Attributes:
+        num_processes: The number of processes.
+        is_megatron: Whether the models lie over Megatron, and not FSDP2.
+        tensor: The number of processes that share the width of each layer.
+        pipeline: The number of pipeline stages.
+        context: The number of processes that share the tokens of each sequence.
+    """
 
     num_processes: int
     is_megatron: bool = False
@@ -117,7 +153,10 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config) -> Layout:
-        """ValueError: the processes can't be dealt out."""
+        """Return the layout of a configuration.
+
+        Raises ValueError if the processes can't be dealt out.
+        """
         actor = config.actor_rollout_ref.actor
         num_processes = num_processes_of(config)
         if actor.strategy != "megatron":
@@ -130,7 +169,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Of the model, that take different trajectories."""
+        """Return the number of replicas of the model, which take different trajectories."""
         return self.num_processes // (self.tensor * self.pipeline * self.context)
 
     def __str__(self) -> str:
@@ -142,29 +181,58 @@ class Layout:
 
 @dataclass(frozen=True)
 class Held:
-    """What one process has of a model; weights, gradients and optimizer are bytes that it keeps."""
+    """The memory that one process holds of a model.
+
+    All sizes are in bytes.
+
+    Attributes:
+        weights: The weights that it keeps.
+        gradients: The gradients that it keeps.
+        optimizer: The state of the optimizer that it keeps.
+        num_layers: The number of layers that it holds.
+        has_head: Whether it computes log-probs.
+        gathered: The whole weights with which a pass works, beyond those that it keeps.
+        exchanged: The gradients on their way between processes in a backward pass.
+        waiting: The gradients that no process has given away before the last micro-batch.
+        kept: The last sum over processes, which FSDP2 frees in the next micro-batch.
+        gathered_root: The part of `gathered` that is in no layer.
+        autocasts: Whether it computes in 16 bits beside a residual stream in float32.
+        in_flight: The number of micro-batches whose activations it keeps at once.
+        tensor: The number of processes that share the width of each layer.
+        keeps_gradients: Whether the buffers of gradients stay between updates (optimizer_offload frees them).
+        before_a_step: The copy of the trained weights from before a step (actor.max_step_kl).
+    """
 
     weights: int
     gradients: int
     optimizer: int
     num_layers: int
-    has_head: bool  # it computes log-probs
-    gathered: int = 0  # whole weights that a pass works with, beyond those it keeps
-    exchanged: int = 0  # gradients on their way between processes in a backward pass
-    waiting: int = 0  # gradients that no process has given away before the last micro-batch
-    kept: int = 0  # the last sum over processes: FSDP2 frees it in the next micro-batch
-    gathered_root: int = 0  # of `gathered`, what is in no layer
-    autocasts: bool = False  # computes in 16 bits beside a residual stream in float32
-    in_flight: int = 1  # micro-batches whose activations it keeps at once
-    tensor: int = 1  # processes that share the width of each layer
-    keeps_gradients: bool = False  # their buffers stay between updates (optimizer_offload frees them)
-    before_a_step: int = 0  # copy of the trained weights from before a step (actor.max_step_kl)
+    has_head: bool
+    gathered: int = 0
+    exchanged: int = 0
+    waiting: int = 0
+    kept: int = 0
+    gathered_root: int = 0
+    autocasts: bool = False
+    in_flight: int = 1
+    tensor: int = 1
+    keeps_gradients: bool = False
+    before_a_step: int = 0
 
 
 def hold(
     size: ModelSize, layout: Layout, stage: int, precision: Precision, is_trained: bool, fsdp: Any
 ) -> Held:
-    """What a process of a pipeline's stage holds. fsdp: the block `fsdp_config`."""
+    """Return what a process of a pipeline's stage holds of a model.
+
+    Args:
+        size: The size of the model.
+        layout: The layout of the models over the processes.
+        stage: The stage of the pipeline.
+        precision: The types of weights and computation.
+        is_trained: Whether the model is trained.
+        fsdp: The block `fsdp_config`.
+    """
     compute = precision.compute.itemsize
     reduce = torch.float32.itemsize
     if layout.is_megatron:
@@ -174,15 +242,15 @@ def hold(
     casts = precision.compute != precision.model
     shard = fsdp.fsdp_size if 0 < fsdp.fsdp_size < layout.num_processes else layout.num_processes
     width = 4 if size.adapters else precision.model.itemsize
-    if alone:  # autocast keeps the matrices that it has cast until the pass ends
+    if alone:  # Autocast keeps the matrices that it has cast until the pass ends.
         gathered = compute * casts * size.num_parameters
         exchanged = 0
         waiting = 0
     else:
         at_work = size.root + PREFETCHED_UNITS * size.layer
         gathered = compute * (at_work if fsdp.reshard_after_forward else size.num_parameters)
-        # a unit's whole gradient, and the buffer that it is summed over processes in; without resharding the
-        # gradients of all units wait for the last micro-batch (those of adapters always do)
+        # `exchanged` is a unit's whole gradient, and the buffer in which it is summed over processes. Without
+        # resharding the gradients of all units wait for the last micro-batch. Those of adapters always do.
         unit = size.adapters // size.num_layers if size.adapters else max(size.layer, size.root)
         exchanged = unit * (compute + reduce) * is_trained
         waiting = trained * reduce * (not fsdp.reshard_after_forward or size.adapters > 0)
@@ -205,26 +273,29 @@ def hold(
 def _hold_on_megatron(
     size: ModelSize, layout: Layout, stage: int, compute: int, reduce: int, is_trained: bool
 ) -> Held:
-    """Weights have the type of the computation; the distributed optimizer's float32 state (and weights, if
-    those are of 16 bits) is dealt out over the processes that hold the same part.
+    """Return what a process of a pipeline's stage holds of a model on Megatron.
+
+    Weights have the type of the computation. The float32 state of the distributed optimizer is dealt out over
+    the processes that hold the same part of the model. So are its float32 weights, which it has if the
+    weights are of 16 bits.
     """
     layers = size.num_layers // layout.pipeline
     is_last = stage == layout.pipeline - 1
-    here = layers * size.layer + size.embedding * (stage == 0)
-    here += (size.root - size.embedding) * is_last
-    here += size.embedding * (is_last and stage > 0 and size.ties_embeddings)
-    here = -(-here // layout.tensor)
-    own_shard = -(-here // (layout.replicas * layout.context))
+    num_parameters = layers * size.layer + size.embedding * (stage == 0)
+    num_parameters += (size.root - size.embedding) * is_last
+    num_parameters += size.embedding * (is_last and stage > 0 and size.ties_embeddings)
+    num_parameters = -(-num_parameters // layout.tensor)
+    num_in_shard = -(-num_parameters // (layout.replicas * layout.context))
     return Held(
-        weights=here * compute,
-        gradients=(4 if reduce == 4 else compute) * here * is_trained,
-        optimizer=own_shard * (12 if compute < 4 else 8) * is_trained,
+        weights=num_parameters * compute,
+        gradients=(4 if reduce == 4 else compute) * num_parameters * is_trained,
+        optimizer=num_in_shard * (12 if compute < 4 else 8) * is_trained,
         num_layers=layers,
         has_head=size.has_vocab_head and is_last,
         in_flight=layout.pipeline - stage,
         tensor=layout.tensor,
         keeps_gradients=is_trained,
-        before_a_step=own_shard * 4 * is_trained,
+        before_a_step=num_in_shard * 4 * is_trained,
     )
 
 
@@ -236,22 +307,36 @@ def update_pass(
     checkpointing: bool,
     compiles: bool = False,
 ) -> tuple[int, int]:
-    """(activations, chunk of logits) of a forward and backward pass over `tokens` loss tokens.
+    """Return the bytes of a forward and backward pass over `tokens` loss tokens.
 
     With checkpointing each layer keeps its input alone, and one layer at a time is computed again.
+
+    Args:
+        size: The size of the model.
+        held: What the process holds of the model.
+        precision: The types of weights and computation.
+        tokens: The number of loss tokens.
+        checkpointing: Whether activations are computed again in the backward pass.
+        compiles: Whether norms and MLPs are compiled.
+
+    Returns:
+        The bytes of the activations, and of the chunk of logits.
     """
     layer = layer_bytes(size, precision, held.autocasts, held.tensor, compiles)
     residual = size.hidden * (4 if held.autocasts else precision.compute.itemsize)
-    kept, again = (residual, layer) if checkpointing else (layer, 0)
-    ends = 5 * residual  # embedding, last norm, hidden states of the loss tokens and their gradient
-    activations = tokens * (held.in_flight * held.num_layers * kept + again + ends)
+    kept_bytes, recomputed_bytes = (residual, layer) if checkpointing else (layer, 0)
+    ends = 5 * residual  # the embedding, the last norm, hidden states of the loss tokens and their gradient
+    activations = tokens * (held.in_flight * held.num_layers * kept_bytes + recomputed_bytes + ends)
     return activations, _head(size, held, precision, tokens, True, compiles)
 
 
 def forward_pass(
     size: ModelSize, held: Held, precision: Precision, tokens: int, compiles: bool = False
 ) -> tuple[int, int]:
-    """(activations, chunk of logits) of a pass without gradient: one layer's results at a time."""
+    """Return the bytes of the activations and of the chunk of logits in a pass without gradient.
+
+    Such a pass holds the results of one layer at a time.
+    """
     widest = max(3 * size.intermediate, 3 * size.queries + 2 * size.keys) // held.tensor
     activations = tokens * (precision.compute.itemsize * (widest + 3 * size.hidden) + 8 * size.hidden)
     return activations, _head(size, held, precision, tokens, False, compiles)
@@ -260,11 +345,12 @@ def forward_pass(
 def layer_bytes(
     size: ModelSize, precision: Precision, autocasts: bool, tensor: int = 1, compiles: bool = False
 ) -> int:
-    """What autograd keeps of one decoder layer for each token.
+    """Return the bytes that autograd keeps of one decoder layer for each token.
 
-    Norms keep their input and its normalised form in float32 and their output as often as a product reads
-    it; attention queries, keys, values and its output twice; the MLP both halves, the activation and the
-    product. Compiled norms keep their input and their output once, the MLP no activation.
+    Norms keep their input and its normalised form in float32, and their output as often as a product reads
+    it. Attention keeps queries, keys and values, and its output twice. The MLP keeps both halves, the
+    activation and the product. Compiled norms keep their input and their output once, and a compiled MLP
+    keeps no activation.
     """
     itemsize = precision.compute.itemsize
     if itemsize == 4:
@@ -283,8 +369,10 @@ def layer_bytes(
 def _head(
     size: ModelSize, held: Held, precision: Precision, tokens: int, backward: bool, compiles: bool
 ) -> int:
-    """Logits of one chunk in float32 and what is computed from them; the gradient of the output matrix, in
-    float32 and in its own type.
+    """Return the bytes of the output head in a pass.
+
+    They are the logits of one chunk in float32 and what is computed from them, and the gradient of the output
+    matrix in float32 and in its own type.
     """
     if not held.has_head:
         return 0
@@ -292,8 +380,9 @@ def _head(
     itemsize = precision.compute.itemsize
     rows = min(tokens, chunk_rows_of(vocab, True))
     own_type = itemsize if itemsize < 4 else 0
-    each = 12 + own_type * (1 + backward)  # logits, log-probs, probabilities; the product, its gradient
-    if compiles:  # logits and their gradient alone
-        each = itemsize * (1 + backward)
-    chunk = rows * vocab * each
+    # Logits, log-probs and probabilities, the product, and its gradient.
+    bytes_per_logit = 12 + own_type * (1 + backward)
+    if compiles:  # only the logits and their gradient
+        bytes_per_logit = itemsize * (1 + backward)
+    chunk = rows * vocab * bytes_per_logit
     return chunk + vocab * size.hidden * (4 + own_type) * (backward and not size.adapters)

@@ -1,10 +1,10 @@
-"""Who goes where, and how full each device gets in each phase of a step: a run's memory plan, and its words.
+"""The memory plan of a run: who goes where, and how full each device gets in each phase of a step.
 
     configuration -> Passes, roles_of (as the run) -> engines of a process -> DeviceLoad: bytes in each phase
                   -> Plan: it fits, or which device lacks what in which phase
 
-A phase is a pass of the step. What is offloaded takes memory of the node instead (`host`), and of the device
-only while it is needed.
+A phase is a pass of the step. Offloaded tensors take memory of the node instead (`host`), and memory of the
+device only while they are needed. The last part of this module puts a plan into words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl.workers.engine.loading import Precision
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
 
-PHASES = {  # their names in a report
+PHASES = {  # the phases with their names in a report
     "loading": "loading",
     "rollout": "rollout",
     "log_probs": "log-probs",
@@ -38,31 +38,39 @@ PHASES = {  # their names in a report
     "update_critic": "critic's update",
     "update_actor": "actor's update",
 }
-# RSS of a worker without its tensors, as measured: interpreter, torch, transformers, numba, when models are
-# loaded; what compiled kernels, and what torch imports for them, add in the first two steps
+# The measured RSS of a worker without its tensors when models are loaded. It holds the interpreter, torch,
+# transformers and numba.
 PROCESS_BYTES = int(0.5 * GIB)
+# The measured bytes that compiled kernels, and what torch imports for them, add in the first two steps.
 KERNEL_BYTES = int(0.13 * GIB)
-BF16_KERNEL_BYTES = int(0.07 * GIB)  # of oneDNN, for products in bfloat16 on CPU
-CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # driver, kernels, cuBLAS workspaces
-NCCL_BYTES = int(0.7 * GIB)  # channels of one communicator and its sub-groups
+BF16_KERNEL_BYTES = int(0.07 * GIB)  # the kernels of oneDNN for products in bfloat16 on CPU
+CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # the driver, kernels, and workspaces of cuBLAS
+NCCL_BYTES = int(0.7 * GIB)  # the channels of one communicator and its sub-groups
 
 
 @dataclass
 class DeviceLoad:
-    """What a GPU, or the memory of a node without any, holds."""
+    """The load of a GPU, or of the memory of a node without GPUs.
 
-    name: str  # which devices are meant, in words
+    Attributes:
+        name: The devices that are meant, in words.
+        capacity: The bytes of the device.
+        items: The bytes of each item in each phase, as "owner: what" -> phase -> bytes.
+        host: The bytes in the node's memory beside a GPU.
+    """
+
+    name: str
     capacity: int
-    items: dict[str, dict[str, int]] = field(default_factory=dict)  # "owner: what" -> phase -> bytes
-    host: int = 0  # bytes in the node's memory beside a GPU
+    items: dict[str, dict[str, int]] = field(default_factory=dict)
+    host: int = 0
 
     def add(self, item: str, phases: Iterable[str], num_bytes: int, host: int = 0) -> None:
-        """The item takes so many bytes more in these phases, and `host` in all."""
+        """Add `num_bytes` to an item in some phases, and `host` bytes to the node's memory in all phases."""
         self.host += host
         for phase in phases:
             if num_bytes:
-                taken = self.items.setdefault(item, {})
-                taken[phase] = taken.get(phase, 0) + num_bytes
+                bytes_in_phase = self.items.setdefault(item, {})
+                bytes_in_phase[phase] = bytes_in_phase.get(phase, 0) + num_bytes
 
     def total(self, phase: str) -> int:
         return sum(phases.get(phase, 0) for phases in self.items.values())
@@ -70,13 +78,22 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """One model of a training process, as its engine is configured."""
+    """One model of a training process, as its engine is configured.
 
-    owner: str  # "actor", "critic", "reference", "teacher"
+    Attributes:
+        owner: "actor", "critic", "reference" or "teacher".
+        size: The size of the model.
+        precision: The types of weights and computation.
+        fsdp: The block `fsdp_config`.
+        passes: The limits of the micro-batches and the number of trajectories of the whole run, by phase. In
+            phases whose names begin with "update" the model is trained.
+        checkpointing: Whether activations are computed again in the backward pass.
+    """
+
+    owner: str
     size: ModelSize
     precision: Precision
-    fsdp: Any  # the block `fsdp_config`
-    # phase ("update...": it trains) -> limits of its micro-batches, trajectories of the whole run
+    fsdp: Any
     passes: Mapping[str, tuple[MicroBatchLimits, int]]
     checkpointing: bool = False
 
@@ -86,7 +103,7 @@ class EngineUse:
 
 
 def phases_of(config: Config, passes: Passes) -> tuple[str, ...]:
-    """Loading and the phases that a step of the run has, in the order of PHASES."""
+    """Return the phases of a step of the run, and loading, in the order of PHASES."""
     if config.trainer.val_only:
         return ("loading", "rollout")
     actor = config.actor_rollout_ref.actor
@@ -105,13 +122,16 @@ def phases_of(config: Config, passes: Passes) -> tuple[str, ...]:
 
 
 def rows_of_step(config: Config) -> int:
-    """Trajectories of one step."""
+    """Return the number of trajectories of one step."""
     rollout = config.actor_rollout_ref.rollout
     return int(config.data.train_batch_size * rollout.n * rollout.n_agent)
 
 
 def engines_of(config: Config, passes: Passes, device: torch.device) -> list[EngineUse]:
-    """The engines of a training process, the actor's first. ValueError: a model can't be read."""
+    """Return the engines of a training process, with the actor's first.
+
+    Raises ValueError if a model can't be read.
+    """
     block = config.actor_rollout_ref
     critic = config.critic
     rows = rows_of_step(config)
@@ -131,7 +151,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
         "update_actor": (limits(actor, "ppo"), min(rows, actor.ppo_mini_batch_size * n)),
     }
     others = {}
-    if passes.reference and size.adapters:  # the reference is the policy without its adapters
+    if passes.reference and size.adapters:  # The reference is the policy without its adapters.
         of_actor["reference"] = limits(block.ref, "log_prob"), rows
     elif passes.reference:
         others["reference"] = size
@@ -139,7 +159,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
         others["teacher"] = size_of({"path": block.teacher.path}, with_adapters=False)
     checkpointing = block.model.enable_gradient_checkpointing
     engines = [EngineUse("actor", size, precision, actor.fsdp_config, of_actor, checkpointing)]
-    for owner, its_size in others.items():  # the owner's name is the phase's too
+    for owner, its_size in others.items():  # The phase has the name of the owner.
         its_precision = Precision.from_config(frozen, device, trained=False)
         its_passes = {owner: (limits(block.ref, "log_prob"), rows)}
         engines.append(EngineUse(owner, its_size, its_precision, frozen, its_passes))
@@ -157,8 +177,14 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
 
 
 def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: int = 1) -> int:
-    """Most tokens of one pass on each of the `num_sharing` processes that share its tokens; a budget is of
-    each, and a trajectory may be longer. rows: trajectories of one process. longest: tokens of the longest.
+    """Return the most tokens of one pass on each of the processes that share its tokens.
+
+    Args:
+        limits: The limits of the micro-batches. A budget of tokens holds for each process, and a trajectory
+            may be longer than the budget.
+        rows: The number of trajectories of one process.
+        longest: The number of tokens of the longest trajectory.
+        num_sharing: The number of processes that share the tokens of a pass.
     """
     tokens = (rows if limits.max_rows is None else min(limits.max_rows, rows)) * longest
     if limits.max_tokens is not None:
@@ -167,13 +193,22 @@ def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: in
 
 
 class Plan:
-    """The memory plan of a validated configuration on some hardware. Nothing is started. ValueError: a
-    model's config.json can't be read, or the processes can't be dealt out.
+    """The memory plan of a validated configuration on some hardware.
 
-    loads: one of each kind of device. problems: what can't work whatever else is free (a KV cache below one
-    trajectory). tightest: (device with the least room, in which phase, bytes left; below 0 they lack).
-    taken_beside_rollouts: bytes of a GPU for training while there is a KV cache on it, the optimizer's state
-    included, which comes with the first update; without what is lost to fragmentation.
+    Making a plan starts nothing.
+
+    Attributes:
+        loads: The load of one device of each kind.
+        problems: What can't work, no matter how much other memory is free, such as a KV cache below one
+            trajectory.
+        tightest: The load with the least room, the phase in which that is, and the bytes that are left. If
+            they are below 0, they are missing.
+        taken_beside_rollouts: The bytes of a GPU that training takes while there is a KV cache on the GPU.
+            They include the optimizer's state, which comes with the first update, but not what is lost to
+            fragmentation.
+
+    Raises:
+        ValueError: If a model's config.json can't be read, or if the processes can't be dealt out.
     """
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
@@ -192,31 +227,36 @@ class Plan:
         self.loads: list[DeviceLoad] = []
         stages = self.layout.pipeline
         count = self.layout.num_processes // stages if self.on_cuda else len(nodes)
-        each = f"each of the {count}" if count > 1 else "the"
+        article = f"each of the {count}" if count > 1 else "the"
         kind = "GPU" if self.on_cuda else "node"
         for stage in range(stages):
-            name = f"{each} {kind}{'s' * (count > 1)}" + f" of pipeline stage {stage}" * (stages > 1)
+            name = f"{article} {kind}{'s' * (count > 1)}" + f" of pipeline stage {stage}" * (stages > 1)
             load = DeviceLoad(name, hardware.device_bytes)
             for _ in range(1 if self.on_cuda else nodes[0]):
                 self._add_process(load)
                 models = [self._add_engine(load, use, stage) for use in self.engines]
                 load.add("files that are read, what is offloaded", ["loading"], while_loading(models))
                 self._add_rollout(load)
-            if self.on_cuda and self.layout.num_processes == 1:  # several read their own parts
+            # Several processes would read only their own parts.
+            if self.on_cuda and self.layout.num_processes == 1:
                 load.host += max(
                     use.size.num_parameters * use.precision.model.itemsize for use in self.engines
                 )
             self.loads.append(load)
         self.problems = list(dict.fromkeys(self.problems))
-        left = [(one, p, one.capacity - one.total(p)) for one in self.loads for p in self.phases]
-        self.tightest = min(left, key=lambda each: each[2])
+        room = [
+            (device, phase, device.capacity - device.total(phase))
+            for device in self.loads
+            for phase in self.phases
+        ]
+        self.tightest = min(room, key=lambda each: each[2])
 
     @property
     def fits(self) -> bool:
         return self.tightest[2] >= 0 and not self.problems
 
     def _add_process(self, load: DeviceLoad) -> None:
-        """What a process takes before it holds any model."""
+        """Add what a process takes before it holds any model."""
         if not self.on_cuda:
             load.add("process (python, torch)", self.phases, PROCESS_BYTES)
             dtypes = [use.precision.compute for use in self.engines]
@@ -229,7 +269,11 @@ class Plan:
         load.add("CUDA, NCCL, fragmentation", self.phases, total, PROCESS_BYTES + KERNEL_BYTES)
 
     def _add_engine(self, load: DeviceLoad, use: EngineUse, stage: int) -> tuple[int, int, int]:
-        """What a model keeps, and what its passes take. Returns what `while_loading` asks for."""
+        """Add what a model keeps, and what its passes take.
+
+        Returns:
+            The figures of the model that `while_loading` asks for.
+        """
         owner = use.owner
         fsdp = use.fsdp
         layout = self.layout
@@ -239,22 +283,23 @@ class Plan:
         updates = [phase for phase in at_work if phase.startswith("update")]
         offloads = self.on_cuda and fsdp.param_offload
         compiles = self.on_cuda and not layout.is_megatron and is_compiled(use.size.num_parameters)
-        compiles = compiles and (can_compile() or not torch.cuda.is_available())  # of another machine: yes
-        # the actor's weights are read, or sent, before it generates
+        # A machine other than this one is taken to compile.
+        compiles = compiles and (can_compile() or not torch.cuda.is_available())
+        # The actor's weights are read, or sent, before it generates.
         with_weights = [*at_work, *["rollout"] * (owner == "actor")] if offloads else phases
         is_mapped = not self.on_cuda and mapped(use.size, use.precision, layout.num_processes)
         with_weights = phases[1:] if is_mapped else with_weights
         load.add(f"{owner}: weights", with_weights, held.weights, held.weights * offloads)
         offloads_state = self.on_cuda and use.is_trained and fsdp.optimizer_offload
-        if use.is_trained:  # also where the run only validates
-            stay = held.keeps_gradients and not offloads_state
+        if use.is_trained:  # also if the run only validates
+            gradients_stay = held.keeps_gradients and not offloads_state
             with_state = updates if offloads_state else phases
-            load.add(f"{owner}: gradients", phases[1:] if stay else updates, held.gradients)
+            load.add(f"{owner}: gradients", phases[1:] if gradients_stay else updates, held.gradients)
             load.add(f"{owner}: optimizer state", with_state, held.optimizer, held.optimizer * offloads_state)
             copied = held.optimizer + (held.gradients if use.size.adapters else held.weights)
             copied *= self.config.trainer.async_checkpoint and bool(updates)
-            where = () if self.on_cuda else phases[1:]
-            load.add(f"{owner}: copy for a background checkpoint", where, copied, copied * self.on_cuda)
+            copy_phases = () if self.on_cuda else phases[1:]
+            load.add(f"{owner}: copy for a background checkpoint", copy_phases, copied, copied * self.on_cuda)
         for phase in at_work:
             limits, rows = use.passes[phase]
             longest = self.config.data.max_prompt_length
@@ -276,18 +321,21 @@ class Plan:
             load.add(f"{owner}: activations", [phase], activations)
             load.add(f"{owner}: chunk of logits", [phase], head)
             if is_update and owner == "actor" and self.config.actor_rollout_ref.actor.max_step_kl is not None:
-                # There from the end of the passes on, when their activations are gone.
+                # The copy is there from the end of the passes on, when their activations are gone.
                 beyond = max(0, held.before_a_step - activations - head)
                 load.add(f"{owner}: copy of the weights before a step", [phase], beyond)
         if self.on_cuda:
             state = held.optimizer * offloads_state
             return held.weights * (not offloads), held.weights * offloads + state, held.optimizer - state
         stored = use.size.stored or use.precision.model
-        read = use.size.num_parameters * stored.itemsize // layout.num_processes
-        return (0, 0, held.optimizer) if is_mapped else (held.weights, read, held.optimizer)
+        read_bytes = use.size.num_parameters * stored.itemsize // layout.num_processes
+        return (0, 0, held.optimizer) if is_mapped else (held.weights, read_bytes, held.optimizer)
 
     def _add_rollout(self, load: DeviceLoad) -> None:
-        """The rollout engine of a process; on a GPU its KV cache takes what the others leave."""
+        """Add the rollout engine of a process.
+
+        On a GPU its KV cache takes the memory that the others leave.
+        """
         config = self.config
         actor = self.engines[0]
         on_cuda = self.on_cuda
@@ -298,20 +346,20 @@ class Plan:
         num_processes = self.layout.num_processes
         reserve = build.CUDA_RESERVE_BYTES
         weights = size.num_parameters * dtype.itemsize
-        if samples_apart(config):  # each in a process of its own, with the whole model
+        if samples_apart(config):  # Each rollout engine has a process of its own, with the whole model.
             return
-        if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
+        if rollout.placement == "apart":  # A GPU of a server holds its slice of the weights, and a cache.
             sharing = build.model_parallel_size(rollout, block.model, build.GPUS_OF_A_NODE)
-            here = weights // sharing
+            shard = weights // sharing
             share = build.gpu_share(rollout, 1, None)
-            if on_cuda and here + reserve >= int(share * load.capacity):
+            if on_cuda and shard + reserve >= int(share * load.capacity):
                 self.problems.append(
-                    f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no "
+                    f"a GPU of the vLLM servers would hold {shard / GIB:.2f} GiB of weights, which leaves no "
                     "KV cache within actor_rollout_ref.rollout.gpu_memory_utilization="
                     f"{share:g} of it"
                 )
             return
-        # the machine that a dry run is for has vLLM, if it has a GPU
+        # If the machine that a dry run is for has a GPU, it is taken to have vLLM.
         is_vllm = build.engine_name(rollout, self.hardware.device) == "vllm" or (
             rollout.name == "auto" and on_cuda and not torch.cuda.is_available()
         )
@@ -319,11 +367,11 @@ class Plan:
         sharing = build.model_parallel_size(rollout, block.model, per_node) if is_vllm else 1
         most_rows = max(rows_of_step(config), config.data.val_batch_size)
         slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows * sharing // num_processes))
-        heads = -(-size.key_heads // sharing)  # each process has one at least
+        heads = -(-size.key_heads // sharing)  # each process has at least one
         position = 2 * size.num_layers * size.keys // size.key_heads * heads * dtype.itemsize
         weights //= sharing
         sequence = -(-rollout.prompt_length // rollout.block_size) * rollout.block_size * position
-        # weights are gathered, merged or cast for the engine
+        # Whether the weights are gathered, merged or cast for the engine, which makes a copy of them.
         is_copy = num_processes > 1 or size.adapters > 0 or dtype != actor.precision.model
         arriving = size.embedding * dtype.itemsize
         offloads = on_cuda and block.actor.fsdp_config.param_offload
@@ -332,19 +380,20 @@ class Plan:
             weights = weights if is_vllm or is_copy else 0
             arriving = max(reserve, arriving)
             held = max(load.total(phase) for phase in (["rollout"] if sleeps else self.phases))
-            left = load.capacity - held - arriving - weights
-            taken = held - int(build.FRAGMENTATION * load.capacity) + arriving - reserve
-            self.taken_beside_rollouts = max(taken, self.taken_beside_rollouts)
-            share = int(build.gpu_share(rollout, load.capacity, taken) * load.capacity)
-            cache = min(left, share - weights - reserve if is_vllm else min(share, slots * sequence))
+            free = load.capacity - held - arriving - weights
+            taken_bytes = held - int(build.FRAGMENTATION * load.capacity) + arriving - reserve
+            self.taken_beside_rollouts = max(taken_bytes, self.taken_beside_rollouts)
+            share = int(build.gpu_share(rollout, load.capacity, taken_bytes) * load.capacity)
+            cache = min(free, share - weights - reserve if is_vllm else min(share, slots * sequence))
         else:
             cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
-            if not is_vllm:  # its packed weights have an output matrix of their own
-                # memory of the cache is touched when it is used; rows of the largest batch
+            if not is_vllm:
+                # The memory of the cache is taken only when it is used, by the rows of the largest batch.
                 cache = min(cache, -(-most_rows // num_processes) * sequence)
                 matrix = size.embedding * dtype.itemsize
+                # The packed weights of the engine have an output matrix of their own.
                 weights += matrix * size.ties_embeddings
-                # what arrives is packed layer by layer in its own place, after embedding and head
+                # Arriving weights are packed layer by layer in their own place, after embedding and head.
                 arriving = (2 - size.ties_embeddings) * matrix * is_copy
                 arriving = max(0, arriving - cache)
         cache = max(0, cache)
@@ -360,7 +409,7 @@ class Plan:
 
 
 def taken_beside_rollouts(config: Config) -> int:
-    """`Plan.taken_beside_rollouts`, which is the same for GPUs of any size; 0 on CPU."""
+    """Return `Plan.taken_beside_rollouts`, which is the same for GPUs of any size, or 0 on CPU."""
     return (
         0
         if config.trainer.device == "cpu"
@@ -372,7 +421,7 @@ def taken_beside_rollouts(config: Config) -> int:
 
 
 def report(plan: Plan) -> Iterator[str]:
-    """The lines of a dry run, without its verdict."""
+    """Yield the lines of a dry run, without its verdict."""
     hardware = plan.hardware
     config = plan.config
     rollout = plan.config.actor_rollout_ref.rollout
@@ -385,9 +434,9 @@ def report(plan: Plan) -> Iterator[str]:
     if samples_apart(config):
         yield f"rollout processes: {rollout.num_processes}, each with the whole policy and a KV cache"
     elif rollout.placement == "apart":
-        own = f"{rollout.vllm.num_servers}, started by the run on GPUs that it does not train on"
+        own_servers = f"{rollout.vllm.num_servers}, started by the run on GPUs that it does not train on"
         size = build.model_parallel_size(rollout, config.actor_rollout_ref.model, build.GPUS_OF_A_NODE)
-        yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own}"
+        yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own_servers}"
     for load in plan.loads:
         yield ""
         yield from _table(load, plan.phases)
@@ -403,26 +452,32 @@ def _table(load: DeviceLoad, phases: tuple[str, ...]) -> Iterator[str]:
     titles = [PHASES[phase].rjust(8) for phase in phases]
     yield f"memory of {load.name}, GiB of {gib(load.capacity)}:"
     yield f"  {'':{width}}  {'  '.join(titles)}"
-    for name, taken in rows.items():
-        cells = [gib(taken[p]) if taken.get(p) else "-" for p in phases]
+    for name, bytes_in_phase in rows.items():
+        cells = [gib(bytes_in_phase[phase]) if bytes_in_phase.get(phase) else "-" for phase in phases]
         padded = (cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True))
         yield f"  {name:{width}}  {'  '.join(padded)}"
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Whether it fits; if not: where, by how much, and the keys that lower that phase."""
-    load, phase, left = plan.tightest
+    """Return lines that say whether the run fits.
+
+    If it does not, they also say where and by how much, and which keys lower that phase.
+    """
+    load, phase, num_bytes_left = plan.tightest
     if plan.fits:
-        return [f"fits: {load.name} has {gib(left)} GiB left in its fullest phase"]
+        return [f"fits: {load.name} has {gib(num_bytes_left)} GiB left in its fullest phase"]
     lines = list(plan.problems)
-    if left < 0:
+    if num_bytes_left < 0:
         need = f'{load.name} would need {gib(load.total(phase))} GiB in the phase "{PHASES[phase]}" and has '
-        lines.insert(0, f"{need}{gib(load.capacity)}: {gib(-left)} GiB too much")
-    return [*lines, f"what to change: {'; '.join(_what_lowers(plan, phase if left < 0 else 'rollout'))}"]
+        lines.insert(0, f"{need}{gib(load.capacity)}: {gib(-num_bytes_left)} GiB too much")
+    return [
+        *lines,
+        f"what to change: {'; '.join(_what_lowers(plan, phase if num_bytes_left < 0 else 'rollout'))}",
+    ]
 
 
 def _what_lowers(plan: Plan, phase: str) -> list[str]:
-    """The settings that lower a phase."""
+    """Return the settings that lower a phase."""
     config = plan.config
     on_cuda = plan.on_cuda
     actor = config.actor_rollout_ref.actor
@@ -453,6 +508,6 @@ def _what_lowers(plan: Plan, phase: str) -> list[str]:
 
 
 def gib(num_bytes: int) -> str:
-    """1.5 -> 1.50, 0.003 -> 0.003"""
+    """Format bytes in GiB, such as 1.5 as 1.50 and 0.003 as 0.003."""
     value = num_bytes / GIB
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"

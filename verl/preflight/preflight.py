@@ -1,4 +1,4 @@
-"""The checks put to work: all of them by the command, the quick ones by each run at its start."""
+"""Run the checks: all of them for the command, and the quick ones at the start of each run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ from verl.preflight.target import Finding, Target, merge
 from verl.trainer.placement import needs_ray
 
 DRIVER_CHECKS = {**RUN_CHECKS, **RAY_CHECKS}
-CHECKS = {**MACHINE_CHECKS, **DRIVER_CHECKS}  # the first line of a check's docstring says what it finds
+# All checks by name. The first line of a check's docstring says what it finds.
+CHECKS = {**MACHINE_CHECKS, **DRIVER_CHECKS}
 
 
 class Preflight(NamedTuple):
-    """findings: errors first. checks: names of those that were made. num_machines: that were looked at."""
+    """The result of a preflight.
+
+    Attributes:
+        findings: The findings, with errors first.
+        num_errors: The number of errors among the findings.
+        checks: The names of the checks that were made.
+        num_machines: The number of machines that were looked at.
+    """
 
     findings: list[Finding]
     num_errors: int
@@ -31,8 +39,14 @@ class Preflight(NamedTuple):
 
 
 def choose(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
-    """Names of the checks to make: `only` these (empty: all), `skip` not these. ValueError: there is no such
-    check.
+    """Return the names of the checks to make.
+
+    Args:
+        only: The checks to choose from. All checks if it is empty.
+        skip: The checks to leave out.
+
+    Raises:
+        ValueError: If there is no check of a name.
     """
     for name in (*only, *skip):
         if name not in CHECKS:
@@ -43,14 +57,14 @@ def choose(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
 
 
 def look(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Preflight:
-    """Makes the checks; see `choose`."""
+    """Make the checks that `choose` selects."""
     names = choose(only, skip)
     if target.config is None or needs_ray(target.config):
         target = replace(target, cluster=look_at_ray())
     findings: list[Finding] = []
     if target.is_thorough and target.cluster is not None and target.cluster.nodes:
         target, findings = check_nodes(target, names)
-    if not target.versions:  # no other machine was asked
+    if not target.versions:  # no machine of a cluster was asked
         findings = check_machine(target, names)
     for name, find in DRIVER_CHECKS.items():
         if name in names:
@@ -61,15 +75,21 @@ def look(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> 
 
 
 def start_is_sound(config: Config | SFTConfig, probe: Any = None) -> bool:
-    """The quick part, before Ray and before anything is loaded: prints what it finds, a line each on stderr.
+    """Make the quick checks before Ray starts and before anything is loaded.
 
-    Returns whether nothing would stop the run. ValueError: a name in `trainer.doctor_skip` is of no check.
+    Each finding is printed as one line on stderr.
+
+    Returns:
+        Whether nothing would stop the run.
+
+    Raises:
+        ValueError: If a name in `trainer.doctor_skip` is not that of a check.
     """
     skip = config.trainer.doctor_skip
     choose(skip=skip)
     try:
         preflight = look(Target(config, probe, at_start=True), skip=skip)
-    except Exception:  # a trouble of the checks' own, on a machine they do not know, must not stop a run
+    except Exception:  # if the checks themselves fail, on a machine they do not know, the run must not stop
         last = traceback.format_exc().strip().splitlines()[-1]
         print(f"warning: the checks before the start failed, the run goes on: {last}", file=sys.stderr)
         return True
@@ -79,9 +99,13 @@ def start_is_sound(config: Config | SFTConfig, probe: Any = None) -> bool:
 
 
 def dry_run(config: Config) -> int:
-    """`trainer.dry_run=true`: prints the plan of a validated configuration, and starts nothing. Returns the
-    exit status: 0 if it fits, else 2, with the reason on stderr. ValueError: a model's config.json can't be
-    read, or nothing says what hardware is meant.
+    """Print the plan of a validated configuration and start nothing (`trainer.dry_run=true`).
+
+    Returns:
+        The exit status: 0 if the run fits, and otherwise 2, with the reason on stderr.
+
+    Raises:
+        ValueError: If a model's config.json can't be read, or if nothing says what hardware is meant.
     """
     plan = Plan(config, Hardware.of(config))
     print("\n".join(report(plan)), end="\n\n")

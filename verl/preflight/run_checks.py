@@ -1,4 +1,7 @@
-"""Checks of a run by its settings and the files that it reads: no machine beside this one is asked."""
+"""The checks of a run by its settings and the files that it reads.
+
+No machine but this one is asked.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ _END = "the run would end before its first step"
 
 
 def mistake_of(target: Target) -> str | None:
-    """What validation says of the run's settings; a run that starts has validated them."""
+    """Return the mistake that validation finds in the run's settings, or None.
+
+    A run that starts has validated them already, so the result is None.
+    """
     config = None if target.at_start else target.config
     try:
         if isinstance(config, SFTConfig):
@@ -55,13 +61,16 @@ def mistake_of(target: Target) -> str | None:
 
 
 def find_mistakes(target: Target) -> Iterator[Finding]:
-    """what validation refuses: types, ranges, missing files, dp x tp x pp and processes, keys at odds"""
+    """Find what validation refuses: types, ranges, missing files, parallel sizes, contradicting keys.
+
+    dp x tp x pp, the sizes of data, tensor and pipeline parallelism, must fit the number of processes.
+    """
     if (mistake := mistake_of(target)) is not None:
         yield error(mistake.rstrip("."))
 
 
 def find_settings_without_effect(target: Target) -> Iterator[Finding]:
-    """keys that are set and change nothing, and a loss with an aggregation that it is not meant for"""
+    """Find keys that are set and change nothing, and a loss with an aggregation that it is not meant for."""
     if target.at_start or mistake_of(target) is not None:
         return
     notes = list(target.notes)
@@ -71,7 +80,7 @@ def find_settings_without_effect(target: Target) -> Iterator[Finding]:
 
 
 def find_uneven_batches(target: Target) -> Iterator[Finding]:
-    """batch sizes that don't divide: mini-batches of a step, processes of a mini-batch"""
+    """Find batch sizes that don't divide: mini-batches of a step, processes of a mini-batch."""
     config = target.config
     if not isinstance(config, Config) or config.trainer.val_only:
         return
@@ -108,7 +117,7 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
 
 
 def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
-    """contexts longer than the model's positions; turns that leave no room for a search"""
+    """Find contexts longer than the model's positions, and turns that leave no room for a search."""
     config = target.config
     if not isinstance(config, Config):
         return
@@ -140,7 +149,7 @@ def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
 
 
 def _max_positions(block: Any) -> int | None:
-    """Positions that a model has, those of a stretched RoPE (YaRN, linear, ...) included."""
+    """Return the number of positions of a model, including those of a stretched RoPE (YaRN, linear, ...)."""
     try:
         fields = load_hf_config(block).get_text_config().to_dict()
     except ValueError:  # the check of models says why
@@ -153,7 +162,7 @@ def _max_positions(block: Any) -> int | None:
 
 
 def find_broken_models(target: Target) -> Iterator[Finding]:
-    """models that are not whole, or without a tokenizer"""
+    """Find models that are not whole, or without a tokenizer."""
     for key, path in target.models.items():
         folder = local_folder(path)
         if folder is None:
@@ -178,7 +187,7 @@ def find_broken_models(target: Target) -> Iterator[Finding]:
 
 
 def _problem_of_file(path: Path) -> str | None:
-    """What is wrong with a file of a model or of data that is there."""
+    """Return what is wrong with an existing file of a model or of data, or None."""
     if not os.access(path, os.R_OK):
         return "it can't be read by this user"
     with path.open("rb") as file:
@@ -196,7 +205,7 @@ def _problem_of_file(path: Path) -> str | None:
 
 
 def find_uncached_models(target: Target) -> Iterator[Finding]:
-    """the hub switched off, and a model that is not in the cache"""
+    """Find a model that is not in the cache while the hub is switched off."""
     for key, path in target.models.items():
         if constants.HF_HUB_OFFLINE and local_folder(path) is None:
             yield error(
@@ -207,7 +216,10 @@ def find_uncached_models(target: Target) -> Iterator[Finding]:
 
 
 def find_unreachable_hub(target: Target) -> Iterator[Finding]:
-    """models by hub names and a hub that does not answer; a run whose models are cached asks it no more"""
+    """Find models with hub names while the hub does not answer.
+
+    A run whose models are all in the cache then no longer asks the hub.
+    """
     named = {key: path for key, path in target.models.items() if not Path(path).expanduser().exists()}
     named = {key: path for key, path in named.items() if not str(path).startswith(("/", ".", "~"))}
     if not named or constants.HF_HUB_OFFLINE or (problem := _hub_problem()) is None:
@@ -220,7 +232,8 @@ def find_unreachable_hub(target: Target) -> Iterator[Finding]:
         do = f"on a machine with network: {fetch} (same HF_HOME)"
         yield error(f"{what}, and {names} is not in the cache", _END, do)
         return
-    if target.at_start:  # here and, as it is carried to them, in all processes of the run
+    # The variable holds here and in all processes of the run, to which it is carried.
+    if target.at_start:
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
     yield warning(
@@ -231,16 +244,16 @@ def find_unreachable_hub(target: Target) -> Iterator[Finding]:
 
 
 def _hub_problem(timeout: float = 2.0) -> str | None:
-    """Why the hub can't be reached, in words; None: it answers."""
+    """Return why the hub can't be reached, in words, or None if it answers."""
     try:
         status = httpx.head(constants.ENDPOINT, timeout=timeout).status_code
-    except Exception as problem:  # also of an address or a proxy that httpx does not know
+    except Exception as problem:  # also for an address or a proxy that httpx does not know
         return type(problem).__name__
     return f"status {status} of a proxy" if status == 407 else None
 
 
 def find_uv_hook(target: Target) -> Iterator[Finding]:
-    """Ray told to start its workers in an environment that uv makes"""
+    """Find that Ray is told to start its workers in an environment that uv makes."""
     if os.environ.get("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0").lower() not in ("", "0", "false"):
         yield warning(
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV is set",
@@ -256,7 +269,7 @@ def find_uv_hook(target: Target) -> Iterator[Finding]:
 
 
 def find_broken_data(target: Target) -> Iterator[Finding]:
-    """data files that are broken or can't be read"""
+    """Find data files that are broken or can't be read."""
     if target.config is None:
         return
     for key in ("train_files", "val_files", "extra_val_files"):
@@ -267,7 +280,7 @@ def find_broken_data(target: Target) -> Iterator[Finding]:
 
 
 def find_missing_key(target: Target) -> Iterator[Finding]:
-    """wandb among the loggers without an API key"""
+    """Find wandb among the loggers without an API key."""
     loggers = [] if target.config is None else target.config.trainer.logger
     if "wandb" in loggers and not os.environ.get("WANDB_MODE") and not has_wandb_key():
         yield warning(
@@ -278,17 +291,17 @@ def find_missing_key(target: Target) -> Iterator[Finding]:
 
 
 def find_little_memory(target: Target) -> Iterator[Finding]:
-    """a run that does not fit into its GPUs, or a machine whose memory is below what the models take"""
+    """Find a run that does not fit into its GPUs, or a machine with less memory than the models take."""
     config = target.config
     if not isinstance(config, Config) or not target.has_models:
         return
     cluster_gpus = sum(node.num_gpus for node in target.cluster.alive) if target.cluster is not None else 0
     on_gpus_elsewhere = config.trainer.device != "cpu" and (target.num_gpus_asked or cluster_gpus)
-    if on_gpus_elsewhere and not torch.cuda.is_available():  # of a size that is not known here
+    if on_gpus_elsewhere and not torch.cuda.is_available():  # the size of those GPUs is not known here
         return
     try:
         plan = Plan(config, Hardware.of(config))
-    except ValueError:  # a model that can't be read, or sizes that can't be: other checks say why
+    except ValueError:  # A model can't be read, or the sizes are impossible. Other checks say why.
         return
     if plan.hardware.device == "cuda":
         if not plan.fits:
@@ -296,9 +309,9 @@ def find_little_memory(target: Target) -> Iterator[Finding]:
             do.append("trainer.doctor_skip=[memory] starts it all the same")
             yield error(what, "the run would end with out of memory", "; ".join(do))
         return
-    # on CPUs much is paged and shared: only what models keep for the whole run is certain
-    kept = ("weights", "gradients", "optimizer state")
-    items = [phases for name, phases in plan.loads[0].items.items() if name.endswith(kept)]
+    # On CPUs much memory is paged and shared. Only what the models keep for the whole run is certain.
+    kept_kinds = ("weights", "gradients", "optimizer state")
+    items = [phases for name, phases in plan.loads[0].items.items() if name.endswith(kept_kinds)]
     needed = max(sum(phases.get(phase, 0) for phases in items) for phase in plan.phases)
     if needed > memory_of_machine():
         yield error(
@@ -311,34 +324,34 @@ def find_little_memory(target: Target) -> Iterator[Finding]:
 
 
 def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
-    """a file system too small for the checkpoints that the run keeps"""
+    """Find a file system that is too small for the checkpoints that the run keeps."""
     config = target.config
     if not isinstance(config, Config) or not target.has_models or config.trainer.val_only:
         return
     try:
         size = _checkpoint_bytes(config)
-    except ValueError:  # a model that can't be read: another check says why
+    except ValueError:  # A model can't be read. Another check says why.
         return
     trainer = config.trainer
-    there = len(CheckpointStore(target.run_folder, None).steps())
+    num_present = len(CheckpointStore(target.run_folder, None).steps())
     steps = trainer.total_training_steps
     frequency = trainer.save_freq
-    kept = trainer.max_ckpt_to_keep
+    max_kept = trainer.max_ckpt_to_keep
     if frequency <= 0:
-        written = 1
+        num_written = 1
     elif steps is not None:
-        written = -(-steps // frequency)
+        num_written = -(-steps // frequency)
     else:
-        written = (kept or 1) + 1
-    # one more is on disk while it is written before the oldest goes
-    at_once = min((kept or written) + 1, written)
+        num_written = (max_kept or 1) + 1
+    # While one is written, one more is on disk, because the oldest goes afterwards.
+    at_once = min((max_kept or num_written) + 1, num_written)
     sizes = os.statvfs(existing_parent(target.run_folder))
     free = sizes.f_bavail * sizes.f_frsize
-    if max(1, at_once - there) * size > free:
+    if max(1, at_once - num_present) * size > free:
         yield error(
             f"{target.run_folder} has {_gb(free)} free, {at_once} checkpoints of about {_gb(size)} need "
             f"{_gb(at_once * size)} (trainer.max_ckpt_to_keep={trainer.max_ckpt_to_keep}, and one being "
-            f"written{f', {there} are there' if there else ''})",
+            f"written{f', {num_present} are there' if num_present else ''})",
             "the run would end when the disk is full, hours from now",
             f"trainer.max_ckpt_to_keep={max(1, free // size - 1)}"
             if free >= 2 * size and at_once > 2
@@ -347,8 +360,10 @@ def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
 
 
 def _checkpoint_bytes(config: Config) -> int:
-    """About what one checkpoint takes: per trained parameter the weight and AdamW's two averages, and the
-    policy's weights again in a Hugging Face folder.
+    """Return about how many bytes one checkpoint takes.
+
+    A checkpoint has the weight and AdamW's two averages of each trained parameter, and the policy's weights
+    once more in a Hugging Face folder.
     """
     total = 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -361,7 +376,7 @@ def _checkpoint_bytes(config: Config) -> int:
 
 
 def find_unfit_index(target: Target) -> Iterator[Finding]:
-    """an index (--index_path) that is not whole, or larger than the memory it is searched in"""
+    """Find an index (--index_path) that is not whole, or larger than the memory in which it is searched."""
     if target.index_path is None:
         return
     name = f"--index_path {target.index_path}"

@@ -1,5 +1,6 @@
-"""What is to be checked, a run, or without one this machine and the Ray cluster at RAY_ADDRESS; what a check
-finds; and what the checks ask of the machine where they run.
+"""The target of the checks, their findings, and what they ask of the machine where they run.
+
+The target is a run. Without a run it is this machine and the Ray cluster at RAY_ADDRESS.
 """
 
 from __future__ import annotations
@@ -23,28 +24,37 @@ from verl.utils.dataset.row_environments import searches
 
 GIB = 1 << 30
 CGROUPS = Path("/sys/fs/cgroup")
-TRIAL_BYTES = 64 * 1024  # enough to meet a quota that is used up, too little to be one's trouble
+TRIAL_BYTES = 64 * 1024  # enough to run into a quota that is used up, and too little to cause trouble itself
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One trouble: what is wrong, why it will hurt, what to do. No text ends in a full stop."""
+    """One trouble: what is wrong, why it will hurt, and what to do.
 
-    level: (
-        str  # "error" (the run would fail, or work on the wrong thing) or "warning" (it will run, and hurt)
-    )
+    No text ends in a full stop.
+
+    Attributes:
+        level: "error" if the run would fail or work on the wrong thing, "warning" if it will run, and hurt.
+        what: What is wrong.
+        why: Why it will hurt.
+        do: What to do.
+        check: The name of the check that found it.
+        machines: The machines of the cluster that have the trouble. Empty for this machine.
+    """
+
+    level: str
     what: str
     why: str = ""
     do: str = ""
-    check: str = ""  # name of the check that found it
-    machines: tuple[str, ...] = ()  # those of the cluster that have it; empty: this one
+    check: str = ""
+    machines: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
-        """`error: [check] machines: what: why. Do: what to type`, on one line."""
+        """Return the finding on one line, as `error: [check] machines: what: why. Do: what to type`."""
         shown = ", ".join(self.machines[:4])
-        more = f" and {len(self.machines) - 4} more" if len(self.machines) > 4 else ""
-        where = f"{shown}{more}: " if shown else ""
+        others = f" and {len(self.machines) - 4} more" if len(self.machines) > 4 else ""
+        where = f"{shown}{others}: " if shown else ""
         why = f": {self.why}" if self.why else ""
         do = f". Do: {self.do}" if self.do else ""
         return " ".join(f"{self.level}: [{self.check}] {where}{self.what}{why}{do}".split())
@@ -59,7 +69,10 @@ def warning(what: str, why: str = "", do: str = "") -> Finding:
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """What several machines have in the same words becomes one finding; errors come first."""
+    """Merge findings that several machines have in the same words.
+
+    In the result errors come first.
+    """
     machines: dict[Finding, tuple[str, ...]] = {}
     for finding in findings:
         alike = replace(finding, machines=())
@@ -81,13 +94,21 @@ class RayNode:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray that the run would use."""
+    """The Ray cluster that the run would use.
 
-    address: str | None  # RAY_ADDRESS
-    started: tuple[str, ...] = ()  # addresses of clusters that `ray start` left here and that answer
-    problem: str | None = None  # why the cluster at `address` can't be used
+    Attributes:
+        address: The value of RAY_ADDRESS.
+        started: The addresses of clusters that `ray start` has written on this machine, and that answer.
+        problem: The reason why the cluster at `address` can't be used.
+        nodes: The nodes of the cluster.
+        silent: The names of nodes that did not run our task.
+    """
+
+    address: str | None
+    started: tuple[str, ...] = ()
+    problem: str | None = None
     nodes: tuple[RayNode, ...] = ()
-    silent: tuple[str, ...] = ()  # nodes that did not run our task
+    silent: tuple[str, ...] = ()
 
     @property
     def alive(self) -> list[RayNode]:
@@ -96,17 +117,32 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Target:
-    """What the checks look at."""
+    """The target of the checks.
 
-    config: Config | SFTConfig | None  # of the run; None: none is meant
-    probe: Any = None  # asks retrieval servers (`search_r1.search.probe`); None: they are not asked
-    index_path: str | None = None  # an index that the retrieval server is to load on this machine
-    is_thorough: bool = False  # also what takes seconds: GPUs by their driver, and the other nodes
-    at_start: bool = False  # a run starts right after this; its settings are validated, their notes printed
-    cluster: Cluster | None = None  # None where nothing needs Ray
-    versions: dict[str, dict[str, str]] = field(default_factory=dict)  # of packages, by nodes that were asked
-    notes: tuple[str, ...] = ()  # on keys of the command line that change nothing
-    # absolute, by the driver: nodes have another working folder
+    Attributes:
+        config: The configuration of the run. None without a run.
+        probe: Asks retrieval servers (`search_r1.search.probe`). None to ask none.
+        index_path: An index that the retrieval server is to load on this machine.
+        is_thorough: Whether to make also the checks that take seconds: of GPUs by their driver, and of the
+            other nodes.
+        at_start: Whether a run starts right after the checks. Its settings have then been validated, and the
+            notes on them printed.
+        cluster: The Ray cluster. None if nothing needs Ray.
+        versions: The versions of packages on each node that was asked.
+        notes: Notes on keys of the command line that change nothing.
+        run_folder: The folder of the run. The driver makes its path absolute, because nodes have another
+            working folder.
+        model_folders: The folders of the models, as absolute paths for the same reason.
+    """
+
+    config: Config | SFTConfig | None
+    probe: Any = None
+    index_path: str | None = None
+    is_thorough: bool = False
+    at_start: bool = False
+    cluster: Cluster | None = None
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     run_folder: str = field(init=False, default="")
     model_folders: tuple[str, ...] = field(init=False, default=())
 
@@ -119,7 +155,10 @@ class Target:
 
     @cached_property
     def servers(self) -> Sequence[Any]:
-        """State of each retrieval server of the run (`RetrievalProbe.servers`), as seen from this machine."""
+        """Return the state of each retrieval server of the run as seen from this machine.
+
+        It is the result of `RetrievalProbe.servers`.
+        """
         config = self.config
         if self.probe is None or not isinstance(config, Config) or not searches(config):
             return []
@@ -128,14 +167,17 @@ class Target:
 
     @property
     def needs_ray(self) -> bool:
-        """A run that is on Ray; without a run: a cluster waits for one."""
+        """Return whether the run is on Ray, or without a run, whether a cluster has nodes."""
         if self.config is None:
             return self.cluster is not None and bool(self.cluster.nodes)
         return needs_ray(self.config)
 
     @property
     def num_gpus_asked(self) -> int:
-        """GPUs that the run can't do without: with one process `auto` takes what is there."""
+        """Return the number of GPUs that the run can't do without.
+
+        With one process, `trainer.device=auto` needs none, because it takes what the machine has.
+        """
         assert self.config is not None
         device = self.config.trainer.device
         processes = num_processes(self.config)
@@ -144,7 +186,10 @@ class Target:
 
     @property
     def models(self) -> dict[str, str]:
-        """Setting -> model (a folder, or owner/name on the hub), of those that the run loads, each once."""
+        """Return the models that the run loads, each once, by their settings.
+
+        A model is a folder, or owner/name on the hub.
+        """
         config = self.config
         if config is None:
             return {}
@@ -158,18 +203,22 @@ class Target:
         once: dict[str, str] = {}
         for key in keys:
             path = at(config, key)
-            if path is not None and path not in once.values():  # null: the check of the settings says so
+            # If the path is null, the check of the settings says so.
+            if path is not None and path not in once.values():
                 once[key] = path
         return once
 
     @property
     def has_models(self) -> bool:
-        """Whether all models are here, in a folder or in the hub's cache."""
+        """Return whether all models are on this machine, in a folder or in the hub's cache."""
         return None not in map(local_folder, self.models.values())
 
 
 def local_folder(model: str) -> Path | None:
-    """The files of a model: a folder, or those of the hub's cache; None: it would have to be fetched."""
+    """Return the folder of a model's files, which may be in the hub's cache.
+
+    Returns None if the model would have to be fetched.
+    """
     if Path(model).is_dir():
         return Path(model)
     try:
@@ -183,9 +232,12 @@ def local_folder(model: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Hardware:
-    """device: "cuda" (every process has a GPU of its own) or "cpu" (a node's processes share its memory).
+    """The hardware of a run.
 
-    device_bytes: of one GPU, or of a node's memory. source: where that number comes from, in words.
+    Attributes:
+        device: "cuda" if every process has a GPU of its own, or "cpu" if a node's processes share its memory.
+        device_bytes: The bytes of memory of one GPU, or of a node.
+        source: The source of that number, in words.
     """
 
     device: str
@@ -194,8 +246,12 @@ class Hardware:
 
     @classmethod
     def of(cls, config: Config) -> Hardware:
-        """What a run would have: GPUs of `trainer.dry_run_gpu_memory_gb`, else those of this machine.
-        ValueError: GPUs are meant, none is here, and nothing says how much memory they have.
+        """Return the hardware that a run would have.
+
+        It has GPUs with `trainer.dry_run_gpu_memory_gb`, or else those of this machine.
+
+        Raises:
+            ValueError: If GPUs are meant, this machine has none, and nothing says how much memory they have.
         """
         device = config.trainer.device
         gpu_memory_gb = config.trainer.dry_run_gpu_memory_gb
@@ -216,9 +272,11 @@ class Hardware:
 
 
 def memory_of_machine(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes of memory that this process may use: the machine's, or a control group's limit below that.
+    """Return the bytes of memory that this process may use.
 
-    SLURM and systemd put jobs deep inside, and each group on the way up counts. v1 has a root of its own.
+    They are the machine's memory, or the limit of a control group if that is lower. SLURM and systemd put
+    jobs into deeply nested groups, and each group on the way up counts. Version 1 of control groups has a
+    root of its own.
     """
     sizes = [psutil.virtual_memory().total]
     for line in read_text(own).splitlines():
@@ -231,7 +289,7 @@ def memory_of_machine(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgro
 
 
 def read_text(path: Path) -> str:
-    """ "" where there is no such file."""
+    """Return the stripped text of a file, or "" if it can't be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -239,7 +297,10 @@ def read_text(path: Path) -> str:
 
 
 def problem_of_writing(path: str | Path) -> str | None:
-    """Why nothing can be written to a folder, or to its nearest parent that is there; None: it can."""
+    """Return why nothing can be written to a folder, or None if it can be written to.
+
+    If the folder does not exist, its nearest parent that exists is tried.
+    """
     folder = existing_parent(path)
     if not folder.is_dir():
         return f"{folder} is a file"
@@ -254,15 +315,19 @@ def problem_of_writing(path: str | Path) -> str | None:
 
 
 def existing_parent(path: str | Path) -> Path:
-    """The folder, or its nearest parent that is there."""
-    folder = Path(os.path.expanduser(path)).absolute()  # a user may have no home folder
+    """Return the folder, or its nearest parent that exists."""
+    # A user may have no home folder. os.path.expanduser then leaves the path as it is.
+    folder = Path(os.path.expanduser(path)).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
 def port_holder(port: int) -> str | None:
-    """Who listens on a port of this machine: "python3 (pid 77)"; None: nobody, or not to be seen."""
+    """Return who listens on a port of this machine, such as "python3 (pid 77)".
+
+    Returns None if nobody does, or if this user can't see it.
+    """
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
             if connection.pid is None:
@@ -272,5 +337,5 @@ def port_holder(port: int) -> str | None:
 
 
 def ray_folder() -> str:
-    """Where Ray is told to put its files."""
+    """Return the folder in which Ray is told to put its files."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"

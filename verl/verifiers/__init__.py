@@ -1,4 +1,4 @@
-"""Verifiers: what a response is worth, by names that the rows of the data give.
+"""Verifiers, which score responses and are named by the rows of the data.
 
 from verl.verifiers import Sample, Verdict, Verifier, CouldNotVerify
 """

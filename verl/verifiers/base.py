@@ -1,8 +1,8 @@
-"""What a verifier takes and gives: Sample -> Verifier.verify -> Verdict (a score, or None).
+"""The interface of a verifier: Sample -> Verifier.verify -> Verdict (a score, or None).
 
-"Could not verify" is no score: a judge that stalls or a server that dies says nothing about the policy. Such
-a row leaves the batch and is counted as `reward/unverified/<name>`. A timeout that the policy's own text has
-caused is a score, the lowest, with `timed_out`.
+"Could not verify" is not a score: a judge that stalls or a server that dies says nothing about the policy. A
+row without a score leaves the batch and is counted as `reward/unverified/<name>`. A timeout that the policy's
+own text has caused gives the lowest score, with `timed_out`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ if TYPE_CHECKING:
 
 
 class CouldNotVerify(Exception):
-    """An environment or a verifier has no verdict, for a reason that is not the policy's."""
+    """The error that an environment or a verifier has no verdict, for a reason that is not the policy's."""
 
 
 class VerifierLimit(Exception):
-    """The run may not go on: a verifier has spent what it was allowed to. It resumes with a higher limit."""
+    """An error that stops the run because a verifier has spent what it was allowed to.
+
+    You can resume the run with a higher limit.
+    """
 
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """What a verifier is made from: the `verifiers` block, the run's folder for what has to last, and what
-    the verifiers of a run share, by name.
+    """The settings that a verifier is made with.
+
+    Attributes:
+        config: The configuration's block `verifiers`.
+        folder: The run's folder, for files that have to last.
+        shared: Objects that the verifiers of a run share, by name.
     """
 
     config: VerifiersConfig
@@ -41,8 +48,12 @@ class VerifierSettings:
 class Sample:
     """One response.
 
-    text: only what the policy wrote, all turns joined. label: the row's, as it is in the data (often text or
-    JSON text). query: the prompt's text. num_tokens: that the policy sampled. extra_info: the row's.
+    Attributes:
+        text: The text that the policy wrote, with all turns joined and nothing else.
+        label: The row's label as it is in the data, which is often text or JSON text.
+        query: The text of the prompt.
+        num_tokens: The number of tokens that the policy sampled.
+        extra_info: The row's column `extra_info`.
     """
 
     text: str
@@ -54,8 +65,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """score: within the verifier's range, or None: could not verify. detail: why, for people. cost: US
-    dollars that it took. timed_out: the policy's text was too much to check in time; the score is the lowest.
+    """The verdict on one response.
+
+    Attributes:
+        score: The score, within the verifier's range. None if the response could not be verified.
+        detail: The reason of the score, for people to read.
+        cost: The cost of the verdict in US dollars.
+        timed_out: Whether the policy's text was too much to check in time. The score is then the lowest.
     """
 
     score: float | None
@@ -65,9 +81,14 @@ class Verdict:
 
 
 class Verifier:
-    """Scores responses. A subclass defines `verify`, or `verify_many` where many at once are faster.
+    """The base class of verifiers, which score responses.
 
-    name: what rows call it, and its metrics. low, high: the range of its scores, to which they are clipped.
+    A subclass defines `verify`, or `verify_many` if it is faster with many responses at once.
+
+    Attributes:
+        name: The name of the verifier in rows and metrics.
+        low: The lowest score. Lower ones are clipped to it.
+        high: The highest score. Higher ones are clipped to it.
     """
 
     name: str = ""
@@ -75,19 +96,27 @@ class Verifier:
     high: ClassVar[float] = 1.0
 
     def open(self, settings: VerifierSettings) -> None:
-        """Gets what it works with; called once, when `name` is set."""
+        """Prepare the verifier.
+
+        This method is called once, after `name` is set.
+        """
 
     def check_label(self, label: Any) -> None:
-        """Raises ValueError for a label that it can't work with; called before the run starts."""
+        """Raise ValueError if the verifier can't work with a label.
+
+        This method is called before the run starts.
+        """
 
     def verify(self, sample: Sample) -> Verdict:
-        """The verdict of one response. CouldNotVerify is the same as a verdict without a score; any other
-        exception stops the run, as it is a mistake in the verifier or in the row's label.
+        """Return the verdict on one response.
+
+        Raising CouldNotVerify is the same as returning a verdict without a score. Any other exception stops
+        the run, because it is a mistake in the verifier or in the row's label.
         """
         return self.verify_many([sample])[0]
 
     def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """The verdict of each response, in order."""
+        """Return the verdict on each response, in order."""
         verdicts = []
         for sample in samples:
             try:
@@ -97,11 +126,14 @@ class Verifier:
         return verdicts
 
     def close(self) -> None:
-        """Ends processes and connections."""
+        """End processes and connections."""
 
 
 def parsed(value: Any) -> Any:
-    """A value, or what a text holds as JSON or as a Python literal. ValueError: the text is neither."""
+    """Parse a text as JSON or as a Python literal.
+
+    A value that is no text is returned as it is. Raises ValueError if a text is neither JSON nor a literal.
+    """
     if not isinstance(value, str):
         return value
     try:

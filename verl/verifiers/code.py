@@ -1,10 +1,10 @@
-"""Verifiers of programs: code (asserts), code_stdio (standard input and output), by a code server.
+"""Verifiers of programs, which a code server runs: code (asserts), code_stdio (standard input and output).
 
-The program is the last ``` block of the response, else all of it. The score is the share of tests that it
-passes; 0 below `verifiers.code.pass_rate_reward_threshold`; with `apply_perf_penalty` each pass is worth
-(limit - runtime) / limit. A server that is away or gives no whole answer could not verify; a program that
-fails, hangs or does harm gets 0 for its tests. Label: a list of tests, as JSON text too, or Open-Instruct's
-packed text.
+The program is the last ``` block of the response, or else all of it. The score is the share of tests that it
+passes. A share below `verifiers.code.pass_rate_reward_threshold` is worth 0. With `apply_perf_penalty` each
+pass is worth (limit - runtime) / limit. A program that fails, hangs or does harm gets 0 for its tests. If the
+server is away or gives no whole answer, the response could not be verified. The label is a list of tests,
+JSON text of one, or Open-Instruct's packed text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
 
 
 class CodeVerifier(Verifier):
-    """Both. All programs are sent at once; the server lets them wait, and starts their clocks."""
+    """The verifiers `code` and `code_stdio`.
+
+    All programs are sent at once. The server lets them wait, and starts their clocks.
+    """
 
     def open(self, settings: VerifierSettings) -> None:
         self.config = settings.config.code
@@ -44,10 +47,10 @@ class CodeVerifier(Verifier):
         tests = read_tests(sample.label)
         if config.drop_shown_tests and not isinstance(tests, str):
             hidden = []
-            for test in tests:  # a prompt shows a test by its text, or by both its input and its output
+            for test in tests:  # A prompt shows a test by its text, or by both its input and its output.
                 texts = [test["input"], test["output"]] if isinstance(test, dict) else [test]
                 hidden += [] if all(str(text).strip() in sample.query for text in texts) else [test]
-            tests = hidden or tests  # where all are shown there is nothing else to go by
+            tests = hidden or tests  # If all are shown, there is nothing else to go by.
         limit = config.max_execution_time
         blocks = _BLOCK.findall(sample.text)
         program = blocks[-1].strip() if blocks else sample.text
@@ -58,14 +61,15 @@ class CodeVerifier(Verifier):
         rate = sum(passed) / max(len(passed), 1)
         score = rate if rate >= config.pass_rate_reward_threshold else 0.0
         if config.apply_perf_penalty and score > 0:  # runtimes are -1 where a test failed
-            left = [max(limit - taken, 0.0) / limit for taken in seconds]
-            score = sum(one * rest for one, rest in zip(passed, left, strict=True)) / len(passed)
+            values = [max(limit - runtime, 0.0) / limit for runtime in seconds]
+            score = sum(is_pass * value for is_pass, value in zip(passed, values, strict=True)) / len(passed)
         return Verdict(score, f"{sum(passed)} of {len(passed)} tests passed")
 
 
 def read_tests(label: Any) -> list[Any] | str:
-    """The tests of a label, or text that the server unpacks. One test alone, too: a list of one label is
-    read as the label.
+    """Return the tests of a label, or the text that the server unpacks.
+
+    A label may be one test alone, because a list of one label is read as the label.
     """
     if isinstance(label, str):
         try:

@@ -1,12 +1,13 @@
 """Verifiers of instructions that a program can check: ifeval, ifeval_old.
 
-    ifeval      label [{"instruction_id": [ids], "kwargs": [arguments or null of each]}]; the share that is
-                followed. IFEval's 25 ids (Zhou et al. 2023, arXiv:2311.07911) are checked by if-verifiable,
-                Open-Instruct's 29 others (IF-RLVR, Pyatkin et al. 2025, arXiv:2507.02833) here.
-    ifeval_old  label {"func_name": name, its arguments}; 1 or 0
+    ifeval      The label is [{"instruction_id": [ids], "kwargs": [arguments or null of each]}]. The score is
+                the share of the instructions that the response follows. The package if-verifiable checks
+                IFEval's 25 ids (Zhou et al. 2023, arXiv:2311.07911). This module checks Open-Instruct's 29
+                others (IF-RLVR, Pyatkin et al. 2025, arXiv:2507.02833).
+    ifeval_old  The label is {"func_name": name, its arguments}. The score is 1 or 0.
 
-What is read is the response behind </think>. Nothing is downloaded: words and sentences are found by nltk's
-tokenizers without their trained data, and the language detector starts from a fixed seed.
+Both read the response after </think>. Nothing is downloaded: nltk's tokenizers find words and sentences
+without their trained data, and the language detector starts from a fixed seed.
 """
 
 from __future__ import annotations
@@ -26,77 +27,94 @@ from verl.verifiers.workers import CheckedVerifier
 
 _ABBREVIATIONS = "dr mr mrs ms prof st jr sr inc ltd co corp vs etc e.g i.e u.s u.k a.m p.m no fig p.s"
 _RELATIONS = ("less than", "at least", "at most", "around")
-_FIRST = {  # a process loads words, sentences and languages before its first clock
+_FIRST = {  # makes a process load words, sentences and languages before its first clock starts
     "instruction_id": ["language:response_language", "keywords:start_end"],
     "kwargs": [{"language": "en"}, None],
 }
 
 
 class IFEvalVerifier(CheckedVerifier):
-    """Both; the work is done in processes of their own (`workers.py`)."""
+    """The verifiers `ifeval` and `ifeval_old`, which work in processes of their own (`workers.py`)."""
 
     function = "verl.verifiers.ifeval:ifeval_score"
     first = ("This is so.", _FIRST)
 
     def check_label(self, label: Any) -> None:
-        for each, arguments in instructions(label):
-            _check(each, arguments)
+        for name, arguments in instructions(label):
+            _check(name, arguments)
 
     def _call(self, sample: Sample) -> Sequence[Any]:
         return sample.text, sample.label
 
 
 def ifeval_score(text: str, label: Any) -> float:
-    """The share of the label's instructions that the response follows; an empty one follows none."""
+    """Return the share of the label's instructions that the response follows.
+
+    An empty response follows no instruction of ifeval. The checks of ifeval_old run on it nevertheless.
+    """
     answer = after_thinking(text)
     wanted = instructions(label)
-    kept = [bool(_check(name, arguments)(answer)) for name, arguments in wanted if answer or ":" not in name]
-    return sum(kept) / max(len(wanted), 1)
+    followed = [
+        bool(_check(name, arguments)(answer)) for name, arguments in wanted if answer or ":" not in name
+    ]
+    return sum(followed) / max(len(wanted), 1)
 
 
 def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Id and arguments of each instruction. ValueError: the label has another form."""
-    read = label
+    """Return the id and the arguments of each instruction in a label.
+
+    Raises ValueError if the label has another form.
+    """
+    content = label
     with suppress(ValueError):
-        for _ in range(2):  # a list of one dictionary, which may be text once more
-            read = parsed(read)
-            read = read[0] if isinstance(read, list) and read else read
-    if isinstance(read, Mapping) and "func_name" in read:
-        read = {"instruction_id": [read["func_name"]], "kwargs": [read]}
-    if not isinstance(read, Mapping) or (read and "instruction_id" not in read):
+        for _ in range(2):  # The label may be a list of one dictionary, which may be text once more.
+            content = parsed(content)
+            content = content[0] if isinstance(content, list) and content else content
+    if isinstance(content, Mapping) and "func_name" in content:
+        content = {"instruction_id": [content["func_name"]], "kwargs": [content]}
+    if not isinstance(content, Mapping) or (content and "instruction_id" not in content):
         expected = '[{"instruction_id", "kwargs"}] or {"func_name"}'
         raise ValueError(f"Found label {label!r:.200}; expected {expected}.")
-    names = read.get("instruction_id", [])
-    given = read.get("kwargs") or [None] * len(names)
-    known = [{k: v for k, v in (each or {}).items() if v is not None} for each in given]
-    return list(zip(names, known, strict=True))
+    names = content.get("instruction_id", [])
+    kwargs = content.get("kwargs") or [None] * len(names)
+    arguments = [
+        {name: value for name, value in (entry or {}).items() if value is not None} for entry in kwargs
+    ]
+    return list(zip(names, arguments, strict=True))
 
 
 def _check(name: str, arguments: dict[str, Any]) -> Callable[[str], Any]:
-    """The check of one instruction. ValueError: there is no such id, or an argument is missing or unknown."""
-    own = _OWN.get(name)
+    """Return the check of one instruction.
+
+    Raises ValueError if there is no such id, or if an argument is missing or has an unknown value.
+    """
+    check = _OWN.get(name)
     library = _library()
-    if own is None and name not in library:
-        known = ", ".join(sorted({*_OWN, *library}))
-        raise ValueError(f"Found instruction {name!r}; expected one of {known}.")
-    made: Any = None if own else library[name](name)
-    names = list(inspect.signature(own).parameters)[1:] if own else made.get_instruction_args_keys()
-    missing = [each for each in names if each not in arguments]
-    if missing:  # the library would draw it at random
+    if check is None and name not in library:
+        ids = ", ".join(sorted({*_OWN, *library}))
+        raise ValueError(f"Found instruction {name!r}; expected one of {ids}.")
+    instruction: Any = None if check else library[name](name)
+    names = (
+        list(inspect.signature(check).parameters)[1:] if check else instruction.get_instruction_args_keys()
+    )
+    missing = [argument for argument in names if argument not in arguments]
+    if missing:  # The library would draw a missing argument at random.
         raise ValueError(f"Found no {', '.join(missing)} in the arguments of {name}; expected {names}.")
-    if own is not None:
-        for each in {"relation", "let_relation", "quantifier"} & {*names}:
-            if arguments[each] not in _RELATIONS:
+    if check is not None:
+        for argument in {"relation", "let_relation", "quantifier"} & {*names}:
+            if arguments[argument] not in _RELATIONS:
                 expected = ", ".join(_RELATIONS)
-                raise ValueError(f"Found {each}={arguments[each]!r} of {name}; expected one of {expected}.")
-        return lambda text: own(text, **{each: arguments[each] for each in names})
-    made.build_description(**arguments)
-    return made.check_following
+                raise ValueError(
+                    f"Found {argument}={arguments[argument]!r} of {name}; expected one of {expected}."
+                )
+        return lambda text: check(text, **{argument: arguments[argument] for argument in names})
+    instruction.build_description(**arguments)
+    return instruction.check_following
 
 
 @cache
 def _library() -> dict[str, Any]:
-    """IFEval's checks by id, with tokenizers that need no files."""
+    """Return IFEval's checks by id, with tokenizers that need no files."""
     import langdetect
     from if_verifiable.ifeval import instructions_util
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
@@ -117,10 +135,12 @@ def _sentences() -> Any:
 
 
 def words(text: str) -> list[str]:
-    """nltk's words: punctuation marks are words of their own."""
+    """Split a text into nltk's words, where punctuation marks are words of their own."""
     from nltk.tokenize import NLTKWordTokenizer
 
-    return [word for each in _sentences().tokenize(text) for word in NLTKWordTokenizer().tokenize(each)]
+    return [
+        word for sentence in _sentences().tokenize(text) for word in NLTKWordTokenizer().tokenize(sentence)
+    ]
 
 
 def _split(text: str) -> list[str]:
@@ -146,7 +166,14 @@ def _count(word: str, text: str) -> int:
 
 
 def _holds(count: int, relation: str, wanted: int, tolerance: int | None = None) -> bool:
-    """tolerance: of "around"; None: a tenth of what is wanted, at least 1."""
+    """Return whether a count has a relation to the wanted number.
+
+    Args:
+        count: The count.
+        relation: One of `_RELATIONS`.
+        wanted: The wanted number.
+        tolerance: The largest distance for "around". None for a tenth of `wanted`, but at least 1.
+    """
     tolerance = max(round(wanted * 0.1), 1) if tolerance is None else tolerance
     if relation == "around":
         return abs(count - wanted) <= tolerance
@@ -154,16 +181,21 @@ def _holds(count: int, relation: str, wanted: int, tolerance: int | None = None)
 
 
 def _parts(text: str, divider: str) -> int:
-    """Paragraphs, an empty one at either end left out; 0 if another is empty."""
+    """Return the number of paragraphs, without an empty one at either end.
+
+    Returns 0 if any other paragraph is empty.
+    """
     parts = [part.strip() for part in re.split(divider, text)]
     return 0 if not all(parts[1:-1]) else len(parts) - (not parts[0]) - (len(parts) > 1 and not parts[-1])
 
 
 def _repeat_phrase(text: str, phrase: str, small_n: int) -> bool:
-    wanted = phrase.split()
-    found = [each.split() for each in re.findall(rf"{wanted[0]} .*? {wanted[-1]}", text)]
-    changes = [sum(a != b for a, b in zip(each, wanted, strict=False)) for each in found]
-    return len(found) == small_n and all(len(each) == len(wanted) for each in found) and set(changes) <= {1}
+    original = phrase.split()
+    copies = [copy.split() for copy in re.findall(rf"{original[0]} .*? {original[-1]}", text)]
+    changes = [sum(a != b for a, b in zip(copy, original, strict=False)) for copy in copies]
+    return (
+        len(copies) == small_n and all(len(copy) == len(original) for copy in copies) and set(changes) <= {1}
+    )
 
 
 def _sentence_hyphens(text: str) -> bool:
@@ -172,9 +204,12 @@ def _sentence_hyphens(text: str) -> bool:
 
 
 def _composition(text: str, n_sent: int, n_words: int) -> bool:
-    parts = re.split(r"\s?\*\*\*\s?", text)
-    sentences = [_split(part) for part in parts]
-    is_whole = all(len(each) == n_sent and all(len(words(s)) == n_words for s in each) for each in sentences)
+    paragraphs = re.split(r"\s?\*\*\*\s?", text)
+    sentences = [_split(paragraph) for paragraph in paragraphs]
+    is_whole = all(
+        len(paragraph) == n_sent and all(len(words(sentence)) == n_words for sentence in paragraph)
+        for paragraph in sentences
+    )
     return is_whole and _parts(text, r"\s?\*\*\*\s?") == 3
 
 
@@ -190,7 +225,10 @@ def _no_neighbours(text: str) -> bool:
 
 
 def _letters(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """Any sign: for one that is no letter the library counts a letter drawn at random."""
+    """Return whether the count of a character has a relation to the wanted number.
+
+    The character may be any. For one that is no letter the library would count a letter drawn at random.
+    """
     return _holds(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
@@ -223,11 +261,11 @@ _OWN: dict[str, Callable[..., bool]] = {
     "paragraphs:paragraphs": lambda text: _parts(text, r"\s?\*\*\*\s?") == 2,
     "paragraphs:paragraphs2": lambda text: _parts(text, r"\n\n") == 2,
     "first_word:first_word_sent": lambda text, first_word: all(
-        each and _same(each.split()[0], _word(first_word)) for each in _split(text)
+        sentence and _same(sentence.split()[0], _word(first_word)) for sentence in _split(text)
     ),
     "first_word:first_word_answer": lambda text, first_word: _same(text.split()[0], first_word),
     "last_word:last_word_sent": lambda text, last_word: all(
-        each and _is_last(each, _word(last_word)) for each in _split(text)
+        sentence and _is_last(sentence, _word(last_word)) for sentence in _split(text)
     ),
     "last_word:last_word_answer": lambda text, last_word: _is_last(text, last_word),
     "punctuation:punctuation_dot": lambda text: "." not in text,
@@ -241,13 +279,15 @@ _OWN: dict[str, Callable[..., bool]] = {
     "count:count_increment_word": lambda text, keyword1, keyword2: (
         _count(keyword1, text) == 1 and _count(keyword2, text) == 2
     ),
-    # those of ifeval_old
-    "verify_keywords": lambda text, keyword_list: all(each.lower() in text.lower() for each in keyword_list),
+    # The checks of ifeval_old.
+    "verify_keywords": lambda text, keyword_list: all(
+        keyword.lower() in text.lower() for keyword in keyword_list
+    ),
     "verify_keyword_frequency": lambda text, word, N: (
         re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N
     ),
     "validate_forbidden_words": lambda text, forbidden_words: (
-        not any(each.lower() in text.lower() for each in forbidden_words)
+        not any(word.lower() in text.lower() for word in forbidden_words)
     ),
     "verify_letter_frequency": lambda text, letter, N: len(letter) == 1 and text.count(letter) == N,
     "validate_response_language": lambda text, language: (
@@ -269,12 +309,12 @@ _OWN: dict[str, Callable[..., bool]] = {
         sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
     ),
     "validate_title": lambda text: re.search("<<.*?>>", text) is not None,
-    "validate_choice": lambda text, options: any(each in text for each in options),
+    "validate_choice": lambda text, options: any(option in text for option in options),
     "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N,
     "validate_sections": lambda text, N, section_splitter: (
         len(parts := text.split(section_splitter)) - (parts[0] == "") == N
     ),
-    "validate_json_format": lambda text: bool([json.loads(text)]),  # where it raises, 0
+    "validate_json_format": lambda text: bool([json.loads(text)]),  # if this raises, the score is 0
     "validate_repeat_prompt": lambda text, original_prompt: text.startswith(original_prompt),
     "validate_two_responses": lambda text: (
         len(parts := text.split("******")) == 2 and parts[0].strip() != parts[1].strip()

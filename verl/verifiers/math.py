@@ -2,10 +2,12 @@ r"""Verifiers of mathematical answers: math, strict_math.
 
     response -> candidates -> equal to the label as text, or by math-verify (symbols) -> 1, else 0
 
-Where the answer stands is part of the name. math: the last \boxed{} and what follows "The final answer is"
-(Minerva's form) are candidates; without both the last $..$; without that the whole response. strict_math:
-Minerva's form, else the whole response. Text is compared by the rules of Minerva (Lewkowycz et al. 2022,
-arXiv:2206.14858, appendix D) and of MATH (Hendrycks et al. 2021, arXiv:2103.03874).
+The name of the verifier decides where the answer stands. For `math` the last \boxed{} and the text that
+follows "The final answer is" (Minerva's form) are candidates. If there is neither, it is the last $..$, and
+without that the whole response. For `strict_math` it is Minerva's form, or else the whole response.
+
+Text is compared by the rules of Minerva (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D) and of MATH
+(Hendrycks et al. 2021, arXiv:2103.03874).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _STRIPPED += [("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")]
 
 
 class MathVerifier(CheckedVerifier):
-    """Both; the work is done in processes of their own (`workers.py`)."""
+    """The verifiers `math` and `strict_math`, which work in processes of their own (`workers.py`)."""
 
     function = "verl.verifiers.math:math_score"
     first = ("0.50", "1/2", False)
@@ -48,25 +50,28 @@ class MathVerifier(CheckedVerifier):
 
 
 def math_score(text: str, label: str, is_strict: bool) -> float:
-    """1 if a candidate of the response equals the label."""
-    found = candidates(text, is_strict)
-    return float(any(equal(each, label) for equal in (same_text, same_value) for each in found))
+    """Return 1 if a candidate of the response equals the label, and 0 otherwise."""
+    answers = candidates(text, is_strict)
+    return float(any(equal(answer, label) for equal in (same_text, same_value) for answer in answers))
 
 
 def candidates(text: str, is_strict: bool) -> list[str]:
-    """The texts that may be the answer; see above."""
+    """Return the texts that may be the answer, by the rules in the module's docstring."""
     minerva = _MINERVA.search(text + "I hope it is correct.")
     boxed = None if is_strict else last_boxed(text)
-    found = [] if boxed is None else [boxed]
-    found += [] if minerva is None else [minerva_form(minerva[1].strip())]
+    answers = [] if boxed is None else [boxed]
+    answers += [] if minerva is None else [minerva_form(minerva[1].strip())]
     dollars = [match.start() for match in re.finditer(r"\$", text)]
-    if not found and not is_strict and len(dollars) > 1:
-        found = [minerva_form(text[dollars[-2] + 1 : dollars[-1]])]
-    return found or ([minerva_form(text)] if is_strict else [minerva_form(text), text])
+    if not answers and not is_strict and len(dollars) > 1:
+        answers = [minerva_form(text[dollars[-2] + 1 : dollars[-1]])]
+    return answers or ([minerva_form(text)] if is_strict else [minerva_form(text), text])
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{..} holds, its braces matched; or what follows the last "\boxed "."""
+    r"""Return the text in the last \boxed{..}, with matching braces, or the text after the last "\boxed ".
+
+    Returns None if there is neither.
+    """
     if "\\boxed " in text:
         return text.rsplit("\\boxed ", 1)[1].split("$")[0]
     start = text.rfind("\\boxed{")
@@ -79,9 +84,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def minerva_form(answer: str) -> str:
-    """Normalised as in Minerva's evaluation: units and markup gone, shorthand written out."""
+    """Normalise an answer as in Minerva's evaluation.
+
+    Units and markup are removed, and shorthand is written out.
+    """
     answer = answer.split("=")[-1]
-    for before, after in (*_REPLACED, *((each, "") for each in _REMOVED_TEXTS)):
+    for before, after in (*_REPLACED, *((text, "") for text in _REMOVED_TEXTS)):
         answer = answer.replace(before, after)
     for pattern, form in _UNWRAPPED:
         answer = re.sub(pattern, form, answer)
@@ -90,13 +98,16 @@ def minerva_form(answer: str) -> str:
 
 
 def same_text(first: str, second: str) -> bool:
-    """Whether both are the same by the rules of MATH."""
+    """Return whether both texts are the same by the rules of MATH."""
     forms = _math_form(first), _math_form(second)
     return first == second if None in forms else forms[0] == forms[1]
 
 
 def _math_form(answer: str) -> str | None:
-    r"""None: it is in a form (two units, a \sqrt at its end) that these rules don't know."""
+    r"""Normalise an answer by the rules of MATH.
+
+    Returns None if the answer has a form (two units, a \sqrt at its end) that these rules don't cover.
+    """
     for before, after in _STRIPPED:
         answer = answer.replace(before, after)
     answer, *units = answer.split("\\text{ ")
@@ -114,17 +125,18 @@ def _math_form(answer: str) -> str | None:
 
 
 def same_value(candidate: str, label: str) -> bool:
-    """Whether math-verify says that both are equal. Prose is no value: the last number of a text without an
-    answer would be one by chance.
+    """Return whether math-verify finds that both are equal.
+
+    Prose has no value: the last number of a text without an answer would be right by chance.
     """
     if len(candidate) > 2000 or len(_WORDS.findall(candidate)) > 3 or "\\boxed" in candidate:
         return False
-    import math_verify  # takes half a second, which only the processes pay
+    import math_verify  # This takes half a second, which only the processes pay.
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no clock of its own
     forms = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
-    gold, found = (
-        math_verify.parse(f"${each}$", forms, fallback_mode="no_fallback", parsing_timeout=None)
-        for each in (label, candidate)
+    gold, prediction = (
+        math_verify.parse(f"${text}$", forms, fallback_mode="no_fallback", parsing_timeout=None)
+        for text in (label, candidate)
     )
-    return bool(gold) and bool(math_verify.verify(gold, found, timeout_seconds=None))
+    return bool(gold) and bool(math_verify.verify(gold, prediction, timeout_seconds=None))

@@ -1,17 +1,17 @@
-"""Verifiers by name, which of them a row asks for, and those of a run over the rows of a batch.
+"""The names of verifiers, the verifiers that a row asks for, and those of a run.
 
     row -> assigned_verifiers -> [Assigned(name, label, weight)]
     Verifiers.verify([(response, what its row is assigned)]) -> Result of each row
 
-Names are Open-Instruct's, or package.module:Class for one of your own: a subclass of
-`verl.verifiers.Verifier` that can be made without arguments. A row names its verifiers in one of three forms,
-the first that is there:
+Names are Open-Instruct's, or package.module:Class for one of your own. Your class is a subclass of
+`verl.verifiers.Verifier` that can be made without arguments. A row names its verifiers in one of three forms.
+The first one that is present counts:
 
     reward_model.ground_truth.verifiers = [{"name": "math", "label": "72", "weight": 1.0}, ...]
     reward_model.verifier = "math" or [names], with reward_model.ground_truth = label or [labels]
     columns `dataset` = "math" or [names] and `ground_truth` = label or [labels]           (Open-Instruct's)
 
-A label is text, or JSON text where a verifier wants more. The row's score is the sum of weight * score.
+A label is text, or JSON text if a verifier needs more. The row's score is the sum of weight * score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl.environments.base import row_max_turns
 from verl.utils.importing import describe, import_named
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
-UNVERIFIED = "unverified"  # finish reason of a trajectory without a verdict
+UNVERIFIED = "unverified"  # the finish reason of a trajectory without a verdict
 _NAMES = {
     "text:TextVerifier": "gsm8k flan string_matcher string_f1 puzzle re_search re_search_f1 passthrough",
     "text:LengthVerifier": "max_length up_to_max_length",
@@ -49,7 +49,13 @@ VERIFIERS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Assigned:
-    """One verifier of a row. weight: of its score in the row's; 0: its score is only reported."""
+    """One verifier of a row.
+
+    Attributes:
+        name: The name of the verifier.
+        label: The label that the verifier gets.
+        weight: The weight of the verifier's score in the row's. With 0 the score is only reported.
+    """
 
     name: str
     label: Any
@@ -57,15 +63,25 @@ class Assigned:
 
 
 def check_name(name: str) -> str:
-    """The name, in lower case if it is one of ours. ValueError, with the nearest name: there is none."""
+    """Return the name of a verifier, in lower case unless it is package.module:Class.
+
+    Raises ValueError, with the nearest name, if there is no such verifier.
+    """
     if ":" not in name and name.lower() not in VERIFIERS:
         import_named(name, f"verifier {name!r}", VERIFIERS)
     return name if ":" in name else name.lower()
 
 
 def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = None) -> list[Assigned]:
-    """The verifiers of a row, of its reward_model (or `reward_spec`) and its other columns; none if it names
-    none. ValueError: a name is unknown, a weight is no number, names and labels are not equally many.
+    """Return the verifiers that a row names, which may be none.
+
+    Args:
+        reward_model: The row's column `reward_model` or `reward_spec`.
+        columns: The other columns of the row.
+
+    Raises:
+        ValueError: If a name is unknown, if a weight is no number, or if there are not as many labels as
+            names.
     """
     spec = reward_model if isinstance(reward_model, Mapping) else {}
     names: Any = spec.get("verifier")
@@ -73,7 +89,7 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
     entries = truth.get("verifiers") if isinstance(truth, Mapping) else None
     if entries is None:
         if names is None and columns is not None and columns.get("ground_truth") is not None:
-            # many a data set has that column
+            # A data set without verifiers may have the column `dataset`, too, so it counts only with a label.
             names = columns.get("dataset")
             truth = columns["ground_truth"]
         if names is None:
@@ -96,14 +112,16 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             raise ValueError(f"Found verifier {entry!r:.200}{which}; expected {form}.")
         weight = 1.0 if entry.get("weight") is None else as_number(entry["weight"])
         if not math.isfinite(weight):
-            found = entry["weight"]
-            raise ValueError(f"Found weight {found!r} of verifier {entry['name']!r}; expected a number.")
+            given_weight = entry["weight"]
+            raise ValueError(
+                f"Found weight {given_weight!r} of verifier {entry['name']!r}; expected a number."
+            )
         assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), weight))
     return assigned
 
 
 def as_number(value: Any) -> float:
-    """nan: it is none."""
+    """Convert a value to a number, or to nan if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -111,31 +129,37 @@ def as_number(value: Any) -> float:
 
 
 def verifiers_of(row: Mapping[str, Any]) -> list[Assigned]:
-    """Those of a row as it stands in a file."""
+    """Return the verifiers that a row of a file names."""
     specs = (row.get(name) for name in ("reward_model", "reward_spec"))
     return assigned_verifiers(next((spec for spec in specs if spec is not None), None), row)
 
 
 def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
-    """The verifier of a name, ready to work. ValueError: there is none, or it is no verifier."""
-    found = import_named(VERIFIERS.get(check_name(name), name), f"verifier {name!r}", VERIFIERS)
-    if not isinstance(found, type) or not issubclass(found, Verifier):
+    """Make the verifier with a name and open it.
+
+    Raises ValueError if there is none, or if it is no verifier.
+    """
+    cls = import_named(VERIFIERS.get(check_name(name), name), f"verifier {name!r}", VERIFIERS)
+    if not isinstance(cls, type) or not issubclass(cls, Verifier):
         raise ValueError(
             f"Found verifier {name!r}; expected a class that derives from verl.verifiers.Verifier."
         )
-    if found.verify is Verifier.verify and found.verify_many is Verifier.verify_many:
+    if cls.verify is Verifier.verify and cls.verify_many is Verifier.verify_many:
         raise ValueError(f"Verifier {name!r}: found neither verify nor verify_many; expected one of them.")
-    made = found()
-    made.name = made.name or name
-    made.open(settings)
-    return made
+    verifier = cls()
+    verifier.name = verifier.name or name
+    verifier.open(settings)
+    return verifier
 
 
 @dataclass(frozen=True)
 class Result:
-    """score: the sum of weight * score, or None where a verifier of some weight has no verdict. verdicts: one
-    plain dictionary for each verifier: name, score, weight, full_score (the most that weight * score can be),
-    cost, timed_out, detail.
+    """The result of one row.
+
+    Attributes:
+        score: The sum of weight * score. None if a verifier whose weight is not 0 has no verdict.
+        verdicts: One plain dictionary for each verifier, with the keys name, score, weight, full_score (the
+            most that weight * score can be), cost, timed_out and detail.
     """
 
     score: float | None
@@ -143,7 +167,7 @@ class Result:
 
 
 class Verifiers:
-    """Makes each verifier when it is first asked for, and keeps it to the end of the run."""
+    """The verifiers of a run, each made when it is first used and kept until the end of the run."""
 
     def __init__(self, settings: VerifierSettings) -> None:
         self.settings = settings
@@ -155,86 +179,104 @@ class Verifiers:
         return self._made[name]
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> int:
-        """How many rows name verifiers. ValueError for the first one with an unknown name, a label that its
-        verifier can't work with, or a max_turns that is no number. For before the run starts.
+        """Check rows before the run starts, and return how many of them name verifiers.
+
+        Raises:
+            ValueError: For the first row with an unknown name, a label that its verifier can't work with, or
+                a max_turns that is no number.
         """
         count = 0
         for index, row in enumerate(rows):
             try:
                 row_max_turns(row)
                 assigned = verifiers_of(row)
-                for each in assigned:
-                    self[each.name].check_label(each.label)
+                for entry in assigned:
+                    self[entry.name].check_label(entry.label)
             except ValueError as error:
                 raise ValueError(f"row {index}: {error}") from error
             count += bool(assigned)
         return count
 
     def verify(self, rows: Sequence[tuple[Sample, Sequence[Assigned]]]) -> list[Result]:
-        """The result of each row (its response, whose label is not read here; its verifiers), in order.
+        """Return the result of each row, in order.
 
-        Verifiers of different names work at the same time, in threads: a judge that waits holds up no math.
-        ValueError: an unknown name, or a score that is no number. VerifierLimit: the run may not go on.
+        Verifiers of different names work at the same time, in threads. A judge that waits holds up no math.
+
+        Args:
+            rows: The response of each row, whose label is not read here, and the row's verifiers.
+
+        Raises:
+            ValueError: If a name is unknown, if a score is no number, or if a verifier fails.
+            VerifierLimit: If the run may not go on.
         """
         samples: dict[str, list[Sample]] = defaultdict(list)
         for sample, assigned in rows:
-            for each in assigned:
-                samples[each.name].append(replace(sample, label=each.label))
-        made = {name: self[name] for name in samples}
+            for entry in assigned:
+                samples[entry.name].append(replace(sample, label=entry.label))
+        verifiers = {name: self[name] for name in samples}
 
         def verify(name: str) -> Iterator[Verdict]:
             try:
-                verdicts = list(made[name].verify_many(samples[name]))
+                verdicts = list(verifiers[name].verify_many(samples[name]))
             except CouldNotVerify as error:
                 verdicts = [Verdict(None, str(error))] * len(samples[name])
             except VerifierLimit:
                 raise
-            except Exception as error:  # a mistake in its code, or in a label
+            except Exception as error:  # a mistake in the verifier's code, or in a label
                 raise ValueError(f"verifier {name!r} failed: {describe(error)}") from error
             if len(verdicts) != len(samples[name]):
-                found = len(verdicts)
-                wanted = len(samples[name])
-                raise ValueError(f"verifier {name!r} returned {found} verdicts of {wanted} responses")
+                num_verdicts = len(verdicts)
+                num_responses = len(samples[name])
+                raise ValueError(
+                    f"verifier {name!r} returned {num_verdicts} verdicts of {num_responses} responses"
+                )
             return iter(verdicts)
 
         with ThreadPoolExecutor(max(len(samples), 1), "verifier") as pool:
-            found = dict(zip(samples, pool.map(verify, samples), strict=True))
+            verdicts_of = dict(zip(samples, pool.map(verify, samples), strict=True))
         results = []
         for _, assigned in rows:
             total: float | None = 0.0
             report = []
-            for each in assigned:
-                verifier = made[each.name]
-                verdict = next(found[each.name])
+            for entry in assigned:
+                verifier = verifiers[entry.name]
+                verdict = next(verdicts_of[entry.name])
                 if not isinstance(verdict, Verdict):
                     raise ValueError(
                         f"verifier {verifier.name!r} returned {verdict!r:.100}; expected a Verdict"
                     )
                 score = verdict.score
                 if score is None:
-                    total = None if each.weight else total
+                    total = None if entry.weight else total
                 elif math.isnan(as_number(score)):
                     raise ValueError(
                         f"verifier {verifier.name!r} returned the score {score!r}; expected a number"
                     )
                 else:
                     score = min(max(float(score), verifier.low), verifier.high)
-                    total = None if total is None else total + each.weight * score
-                full_score = max(each.weight * verifier.low, each.weight * verifier.high)
-                named = {"name": verifier.name, "weight": each.weight, "full_score": full_score}
+                    total = None if total is None else total + entry.weight * score
+                full_score = max(entry.weight * verifier.low, entry.weight * verifier.high)
+                named = {"name": verifier.name, "weight": entry.weight, "full_score": full_score}
                 report.append({**vars(verdict), **named, "score": score})
             results.append(Result(total, report))
         return results
 
     def close(self) -> None:
-        """Ends what the verifiers have started."""
+        """End all that the verifiers have started."""
         while self._made:
             self._made.popitem()[1].close()
 
 
 def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = None) -> Result:
-    """What the verifiers of a row make of a response, to try them by hand. config: `verifiers` of a run.
-    ValueError as `Verifiers.verify`.
+    """Return the result of a row's verifiers for a response, to try them by hand.
+
+    Args:
+        row: The columns of the row.
+        text: The response.
+        config: The block `verifiers` of a run. None for its defaults.
+
+    Raises:
+        ValueError: If the row names no verifiers, or as in `Verifiers.check_rows` and `Verifiers.verify`.
     """
     verifiers = Verifiers(VerifierSettings(config or VerifiersConfig()))
     try:
@@ -246,24 +288,28 @@ def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = 
 
 
 def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> dict[str, float]:
-    """Figures of all verdicts of a step, those of rows that left the batch too. verdicts: of each row,
-    `Result.verdicts`, or None for rows without verifiers.
+    """Return figures of all verdicts of a step, also of rows that left the batch.
 
-    objective/{name}_reward (mean of weight * score of a row) and objective/{name}_correct_rate (share of rows
-    above 0), Open-Instruct's names, over rows with a verdict; reward/unverified/{name} and
-    reward/timeout/{name} (verdicts); reward/cost (US dollars).
+    Args:
+        verdicts: `Result.verdicts` of each row, or None for a row without verifiers.
+
+    Returns:
+        A dictionary of figures. objective/{name}_reward is the mean over rows of weight * score, and
+        objective/{name}_correct_rate is the share of rows above 0. Both have Open-Instruct's names and are
+        taken over the rows with a verdict. reward/unverified/{name} and reward/timeout/{name} are numbers of
+        verdicts, and reward/cost is in US dollars.
     """
     metrics: dict[str, float] = defaultdict(float)
     totals: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name -> row -> reward
     for row, reports in enumerate(verdicts):
-        for each in reports or ():
-            name = each["name"]
-            score = each["score"]
+        for verdict in reports or ():
+            name = verdict["name"]
+            score = verdict["score"]
             if score is not None:
-                totals[name][row] += each["weight"] * score
+                totals[name][row] += verdict["weight"] * score
             metrics[f"reward/unverified/{name}"] += score is None
-            metrics[f"reward/timeout/{name}"] += each["timed_out"]
-            metrics["reward/cost"] += each["cost"]
+            metrics[f"reward/timeout/{name}"] += verdict["timed_out"]
+            metrics["reward/cost"] += verdict["cost"]
     for name, rewards in totals.items():
         values = np.array(list(rewards.values()))
         metrics[f"objective/{name}_reward"] = float(values.mean())

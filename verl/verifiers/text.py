@@ -1,15 +1,16 @@
-"""Verifiers that compare text, by Open-Instruct's rules. Each costs microseconds and runs where it is called.
+"""Verifiers that compare text by Open-Instruct's rules.
 
-The rule where the answer stands in a response is part of the verifier's name:
+Each takes microseconds and runs in the caller's thread. The name of the verifier decides where the answer
+stands in a response:
 
     gsm8k           the last number
-    flan            what follows the last "The answer is: "
-    string_matcher  between the last <answer> and the </answer> after it; without these tags 0
-    puzzle          all that follows </think>, without <answer> tags
-    string_f1       as puzzle; the label may be a list (JSON text), the best one counts
-    re_search       the first <finish>..</finish>, as exact match; the label may be a list (JSON text)
-    re_search_f1    the last <finish>, as F1; a wrong answer in good form is worth 0.1
-    passthrough     nothing is read; 0
+    flan            the text after the last "The answer is: "
+    string_matcher  the text between the last <answer> and the </answer> after it; 0 without these tags
+    puzzle          the text after </think>, without <answer> tags
+    string_f1       as puzzle; the label may be a list (JSON text), of which the best one counts
+    re_search       the first <finish>..</finish>, by exact match; the label may be a list (JSON text)
+    re_search_f1    the last <finish>, by F1; a wrong answer in good form is worth 0.1
+    passthrough     nothing is read; always 0
 """
 
 from __future__ import annotations
@@ -28,22 +29,25 @@ _FINISH = re.compile(r"<finish>(.*?)</finish>", re.IGNORECASE | re.DOTALL)
 
 
 def after_thinking(text: str) -> str:
-    """The response behind its last </think>, without <answer> tags."""
+    """Return the response after its last </think>, without <answer> tags."""
     answer = text.replace("<|assistant|>", "").strip().split("</think>")[-1]
     return answer.replace("<answer>", "").replace("</answer>", "").strip()
 
 
 def as_labels(label: Any) -> list[str]:
-    """A label that may be a list, also as JSON text; other text stays as it is ("1.50" is no number here)."""
-    read = label
+    """Return the labels in a label that may be a list, or JSON text of one.
+
+    Other text is the only label and stays as it is ("1.50" is no number here).
+    """
+    labels = label
     if isinstance(label, str):
         with contextlib.suppress(ValueError):
-            read = json.loads(label)
-    return [str(each) for each in read] if isinstance(read, list | tuple) else [str(label).strip()]
+            labels = json.loads(label)
+    return [str(item) for item in labels] if isinstance(labels, list | tuple) else [str(label).strip()]
 
 
 class TextVerifier(Verifier):
-    """Those of the table above."""
+    """The verifiers of the table in the module's docstring."""
 
     def check_label(self, label: Any) -> None:
         if self.name != "passthrough" and (label is None or not as_labels(label)):
@@ -58,9 +62,8 @@ class TextVerifier(Verifier):
             case "gsm8k":
                 numbers = _NUMBER.findall(_COMMA.sub(r"\1\2", text))
                 answer = numbers[-1] if numbers else text
-                label = (
-                    int(label) if isinstance(label, float) and label.is_integer() else label
-                )  # of a column
+                # A whole number from a column of numbers may be a float.
+                label = int(label) if isinstance(label, float) and label.is_integer() else label
                 return Verdict(float(answer.lower() == _COMMA.sub(r"\1\2", str(label).strip()).lower()))
             case "flan":
                 answer = text.split("The answer is: ")[-1]
@@ -69,19 +72,25 @@ class TextVerifier(Verifier):
             case "puzzle":
                 answer = after_thinking(text)
             case "string_f1":
-                return Verdict(max(token_f1(after_thinking(text), each) for each in as_labels(label)))
-            case "re_search" if found := _FINISH.search(text):
-                answer = found[1].strip() or None
+                return Verdict(
+                    max(token_f1(after_thinking(text), reference) for reference in as_labels(label))
+                )
+            case "re_search" if finish := _FINISH.search(text):
+                answer = finish[1].strip() or None
             case "re_search_f1" if "<finish>" in text or "</finish>" in text:
                 answer = text.split("<finish>")[-1].split("</finish>")[0]
-                return Verdict((max(token_f1(answer, each) for each in labels) or 0.1) if answer else 0.0)
+                return Verdict(
+                    (max(token_f1(answer, reference) for reference in labels) or 0.1) if answer else 0.0
+                )
         is_right = answer is not None and normalize_answer(answer) in map(normalize_answer, labels)
         return Verdict(float(is_right))
 
 
 class LengthVerifier(Verifier):
-    """max_length: 1 for a response of as many tokens as the label says, less in both directions;
-    up_to_max_length: less only above. `verifiers.length_range` tokens away, and further, it is 0.
+    """The verifiers `max_length` and `up_to_max_length`, which score the length of a response.
+
+    The score is 1 for a response with as many tokens as the label says. It falls in both directions for
+    `max_length`, and only above for `up_to_max_length`. It is 0 from `verifiers.length_range` tokens away on.
     """
 
     def open(self, settings: VerifierSettings) -> None:
@@ -94,6 +103,6 @@ class LengthVerifier(Verifier):
             raise ValueError(f"Found label {label!r} of {self.name}; expected a number of tokens.") from None
 
     def verify(self, sample: Sample) -> Verdict:
-        away = sample.num_tokens - float(sample.label)
-        away = max(away, 0.0) if self.name == "up_to_max_length" else abs(away)
-        return Verdict(1 - away / self.length_range)
+        distance = sample.num_tokens - float(sample.label)
+        distance = max(distance, 0.0) if self.name == "up_to_max_length" else abs(distance)
+        return Verdict(1 - distance / self.length_range)

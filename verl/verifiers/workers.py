@@ -1,11 +1,14 @@
-"""Calls in processes that can be killed: `9^(9^(9^9))`, or an environment that hangs, costs only its own row.
+"""Calls in processes that can be killed.
+
+`9^(9^(9^9))`, or an environment that hangs, costs only its own row.
 
     this process --control--> nursery --fork--> a process for each call under way, or for each episode
         +--------------- a socket to each: arguments -> (problem, result) ----------------+
 
 The nursery is a fresh interpreter. It has imported the function and called it once, so that a fork of it
-costs milliseconds and holds no memory of the trainer's. It ends with the trainer, its processes end with it.
-A process that ends in a call has last words, which Python's faulthandler says, unless it was killed.
+costs milliseconds and holds no memory of the trainer's. The nursery ends with the trainer, and its processes
+end with the nursery. A process that ends in a call sends last words, which Python's faulthandler writes,
+unless it was killed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any, ClassVar
 from verl.utils.importing import place_of
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
 
-_MEMORY_BYTES = 4 << 30  # of a checking process's address space
+_MEMORY_BYTES = 4 << 30  # the limit of a checking process's address space
 _MOST_PROCESSES = min(os.cpu_count() or 1, 16)
 _MOST_IDLE = 32
 _START_SECONDS = 120.0
@@ -39,30 +42,40 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class CheckFailed(Exception):
-    """The function raised. place: where, for people."""
+    """An error that the function raised in its process.
+
+    Attributes:
+        place: The line that raised it, for people to read.
+    """
 
     place = ""
 
 
 class TooMuch(CheckFailed):
-    """The arguments were too much for the function: time, memory, or a crash of C code."""
+    """The error that the arguments are too much for the function.
+
+    They took too much time or memory, or crashed C code.
+    """
 
 
 class ProcessEnded(CouldNotVerify):
-    """Someone else has ended a process in a call, or it gave no answer."""
+    """The error that someone else has ended a process in a call, or that it gave no answer."""
 
 
 class KillableProcess:
-    """A process that calls the workers' function, for one thread at a time. OSError: it can't be started."""
+    """A process that calls the workers' function, for one thread at a time.
+
+    The constructor raises OSError if the process can't be started.
+    """
 
     def __init__(self, workers: KillableWorkers) -> None:
         self.is_alive = True
         self._cpu_seconds = workers.cpu_seconds
-        self._socket, theirs = socket.socketpair()
+        self._socket, process_end = socket.socketpair()
         self._replies = self._socket.makefile("rb")
         self._socket.settimeout(_START_SECONDS)
-        with theirs:
-            program = workers.fork(theirs)
+        with process_end:
+            program = workers.fork(process_end)
         try:
             self.pid: int = pickle.load(self._replies)
         except (OSError, EOFError):
@@ -70,43 +83,56 @@ class KillableProcess:
             raise OSError(f"status {program.wait()}") from None
 
     def call(self, *arguments: Any, seconds: float | None = None) -> Any:
-        """What the function returns.
+        """Call the function in the process and return its result.
+
+        Args:
+            arguments: The arguments of the function.
+            seconds: The time to wait for an answer. None to wait for as long as it takes.
 
         Raises:
-            CheckFailed: it raised. CouldNotVerify: it raised this. TooMuch: its process has ended, with last
-                words. ProcessEnded: it was killed, perhaps as it took longer than `seconds`.
+            CheckFailed: If the function raised.
+            CouldNotVerify: If the function raised CouldNotVerify.
+            TooMuch: If the process has ended with last words.
+            ProcessEnded: If the process was killed, or took longer than `seconds`.
         """
         request = pickle.dumps(arguments)
         last_words = b""
         with suppress(OSError, EOFError, pickle.UnpicklingError):
             self._socket.settimeout(seconds)
             self._socket.sendall(request)
-            if self._replies.peek(1)[:1] == b"\x80":  # a pickle
+            if self._replies.peek(1)[:1] == b"\x80":  # the first byte of a pickle
                 problem, result = pickle.load(self._replies)
                 if problem is not None:
                     raise problem
                 return result
             last_words = self._replies.readline()
         self.kill()
-        if last_words.startswith(b"Stack"):  # as its clock ran out
+        if last_words.startswith(b"Stack"):  # its clock ran out
             raise TooMuch(f"more than {self._cpu_seconds:g} seconds")
         raise TooMuch(last_words.decode()) if last_words else ProcessEnded
 
     def kill(self) -> None:
-        """Ends it, with what it has started; a thread that is in `call` raises."""
+        """End the process and all that it has started.
+
+        A thread that is in `call` raises.
+        """
         self.is_alive = False
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class KillableWorkers:
-    """A nursery and its processes, some of which are kept for the next user. Threads may share it.
+    """A nursery and its processes, some of which are kept for the next user.
+
+    Threads may share it.
 
     Args:
-        function: module:function. first: arguments of a call before the first fork, for late imports.
-        cpu_seconds: processor time that one call may take; the kernel ends the process there, in whatever C
-            code it is. Waiting costs nothing, so that a busy machine makes no false zero. Such processes have
-            a limit of memory, and what they print goes nowhere. 0: neither clock nor limit.
+        function: The function to call, as module:function.
+        cpu_seconds: The processor time that one call may take. The kernel ends the process after it, in
+            whatever C code it is. Waiting costs nothing, so that a busy machine makes no false zero.
+            Processes with such a clock have a limit of memory, too, and their output is discarded. With 0
+            there is neither a clock nor a limit.
+        first: The arguments of a call before the first fork, which makes the function's late imports happen.
     """
 
     def __init__(self, function: str, cpu_seconds: float, first: Sequence[Any]) -> None:
@@ -119,46 +145,57 @@ class KillableWorkers:
         self._program: subprocess.Popen[bytes] | None = None
 
     def take(self) -> KillableProcess:
-        """A process that nobody uses. OSError: none can be started."""
+        """Return a process that nobody uses.
+
+        Raises OSError if none can be started.
+        """
         try:
             return self._idle.pop()
         except IndexError:
             return KillableProcess(self)
 
     def give_back(self, process: KillableProcess) -> None:
-        """It is at nothing."""
+        """Take back a process that is in no call, for the next user."""
         if process.is_alive and len(self._idle) < _MOST_IDLE:
             self._idle.append(process)
         elif process.is_alive:
             process.kill()
 
     def fork(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        """Has a process made for a connection, which says its pid there, by the program that is returned."""
+        """Ask the nursery for a process that serves a connection, and return the nursery.
+
+        The nursery is started if it does not run. The new process sends its pid over the connection.
+        """
         with self._lock:
             if self._program is None or self._program.poll() is not None:
-                self._control, theirs = socket.socketpair()
-                arguments = (theirs.fileno(), self.function, self.cpu_seconds, [*self.first])
-                is_set = not self.cpu_seconds and "OMP_NUM_THREADS" in os.environ  # for environments
+                self._control, nursery_end = socket.socketpair()
+                arguments = (nursery_end.fileno(), self.function, self.cpu_seconds, [*self.first])
+                # Processes of environments keep the user's setting.
+                is_set = not self.cpu_seconds and "OMP_NUM_THREADS" in os.environ
                 threads = {} if is_set else _ONE_THREAD
                 code = f"import os, sys; os.environ |= {threads}; sys.path[:] = {sys.path}; "
                 code += f"from verl.verifiers.workers import serve; serve{arguments}"
-                command = [sys.executable, "-u", "-c", code]  # unbuffered: it ends without flushing
+                # The output is unbuffered, because the processes end without flushing.
+                command = [sys.executable, "-u", "-c", code]
                 silent = ("stdin", "stdout", "stderr") if self.cpu_seconds else ("stdin",)
                 streams: Any = dict.fromkeys(silent, subprocess.DEVNULL)
-                with theirs:  # in a session of its own: Ctrl-C is for the run
+                with nursery_end:  # The nursery gets a session of its own, because Ctrl-C is for the run.
                     self._program = subprocess.Popen(
-                        command, pass_fds=[theirs.fileno()], start_new_session=True, **streams
+                        command, pass_fds=[nursery_end.fileno()], start_new_session=True, **streams
                     )
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the nursery has ended
                 socket.send_fds(self._control, [b"."], [connection.fileno()])
             return self._program
 
     def ask(self, *call: Any) -> Any:
-        """What the function returns, in any of the processes; `_MOST_PROCESSES` such calls run at a time.
+        """Call the function in any of the processes and return its result.
+
+        At most `_MOST_PROCESSES` of these calls run at a time.
 
         Raises:
-            CheckFailed: it raised, or took too much. CouldNotVerify: nobody knows; `ProcessEnded`: someone
-                else has ended two processes, or the machine is too busy.
+            CheckFailed: If the function raised, or took too much time or memory.
+            CouldNotVerify: If the function raised CouldNotVerify, or if no process can be started.
+            ProcessEnded: If someone else has ended two processes, or if the machine is too busy.
         """
         seconds = max(60.0, 20 * self.cpu_seconds)  # a machine that is this busy can't verify
         with self._places:
@@ -176,7 +213,7 @@ class KillableWorkers:
         raise ProcessEnded("the checking process was killed twice, or gave no answer")
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         while self._idle:
             self._idle.pop().kill()
         if self._program is not None:
@@ -186,15 +223,22 @@ class KillableWorkers:
 
 @cache
 def shared_workers(function: str, cpu_seconds: float, first: tuple[Any, ...]) -> KillableWorkers:
-    """This process's, for all that ask for the same."""
+    """Return the workers of this process that all callers with the same arguments share."""
     return KillableWorkers(function, cpu_seconds, first)
 
 
-os.register_at_fork(after_in_child=shared_workers.cache_clear)  # its parent's processes are not its own
+# A fork must not use its parent's processes.
+os.register_at_fork(after_in_child=shared_workers.cache_clear)
 
 
 class CheckedVerifier(Verifier):
-    """A verifier whose `function` scores what `_call` makes of a sample, in such processes."""
+    """A verifier whose `function` scores a sample in processes that can be killed.
+
+    Attributes:
+        function: The function that scores, as module:function.
+        first: The arguments of a first call, as in `KillableWorkers`.
+        _call: Takes a sample and returns the arguments of `function`.
+    """
 
     function: ClassVar[str]
     first: ClassVar[Sequence[Any]]
@@ -204,7 +248,11 @@ class CheckedVerifier(Verifier):
         self.workers = KillableWorkers(self.function, settings.config.cpu_seconds, self.first)
 
     def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Too much time or memory: 0 with `timed_out`. CouldNotVerify: no process can be started."""
+        """Return the verdict on each response, in order.
+
+        A response that takes too much time or memory gets 0, with `timed_out`. Raises CouldNotVerify if no
+        process can be started.
+        """
 
         def verdict(sample: Sample) -> Verdict:
             try:
@@ -222,7 +270,14 @@ class CheckedVerifier(Verifier):
 
 
 def serve(control_fd: int, name: str, cpu_seconds: float, first: Sequence[Any]) -> None:
-    """The nursery: forks a process for each connection that comes, until its control socket closes."""
+    """Run the nursery: fork a process for each connection that arrives, until the control socket closes.
+
+    Args:
+        control_fd: The control socket, on which the connections arrive.
+        name: The function to call, as module:function.
+        cpu_seconds: The processor time that one call may take. 0 for no limit.
+        first: The arguments of a first call.
+    """
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     function(*first)
@@ -235,8 +290,8 @@ def serve(control_fd: int, name: str, cpu_seconds: float, first: Sequence[Any]) 
         if os.fork() == 0:
             break
         os.close(fds[0])
-    # A process: one answer for each call, until its connection closes.
-    os.setsid()  # its own share of a busy machine, too, which schedules by sessions
+    # This is a forked process. It answers each call until its connection closes.
+    os.setsid()  # This also gives it its own share of a busy machine, which schedules by sessions.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
