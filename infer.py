@@ -80,6 +80,19 @@ def find_template(path: Path | None, model: str) -> str:
     return SEARCH_PROMPT if path is None and not stored.is_file() else read_template(path or stored)
 
 
+def read_run_config(file: Path) -> dict[str, Any]:
+    """Return the configuration that a run wrote. Raises ValueError if the file holds none."""
+    import yaml
+
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} can't be read: {error}; expected the config.yaml of a run") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds {config!r:.50}; expected the config.yaml of a run, with its settings")
+    return config
+
+
 def find_settings(model: str, max_turns: int | None, topk: int | None) -> tuple[dict[str, int], str]:
     """Return the settings of DEFAULT_SETTINGS, and a line that says where they come from.
 
@@ -95,9 +108,7 @@ def find_settings(model: str, max_turns: int | None, topk: int | None) -> tuple[
     for folder in (run_folder(Path(model)), Path(model)):
         if run_settings or folder is None or not (folder / "config.yaml").is_file():
             continue
-        import yaml
-
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = read_run_config(folder / "config.yaml")
         blocks = {"max_turns": config, "topk": config.get("retriever", {})}
         values = {name: blocks.get(name, config.get("data", {})).get(name) for name in DEFAULT_SETTINGS}
         run_settings = {name: value for name, value in values.items() if value is not None}

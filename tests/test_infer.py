@@ -317,6 +317,15 @@ def test_a_converted_models_settings_are_those_beside_it(run_dir, tmp_path):
     assert infer.find_settings(str(tmp_path), None, None)[0] == infer.DEFAULT_SETTINGS
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"), [("", "holds None"), ("- a list", "holds ['a list']"), ("a: [", "can't be read")]
+)
+def test_a_config_that_no_run_wrote_is_an_error_that_names_it(tmp_path, text, problem):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"config.yaml {re.escape(problem)}.*expected the config.yaml of a run"):
+        infer.find_settings(str(tmp_path), None, None)
+
+
 def test_the_template_is_the_flags_else_the_models_else_the_general_one(run_dir, tmp_path):
     mine = tmp_path / "mine.txt"
     mine.write_text("Mine: {question}")

@@ -242,7 +242,7 @@ class Dispatcher:
 
     def _start(self, address: _Address, batch: list[_Search]) -> None:
         address.in_flight += 1
-        address.last_used = address.in_flight + time.monotonic()
+        address.last_used = time.monotonic()
         request = _PostedBatch(address, batch, address.takes_single_query and len(batch) == 1, _loop().time())
         for search in batch:
             search.requests.append(request)

@@ -201,9 +201,10 @@ class Stock:
                 waiting.append(self.order(role))
             sandbox = next((candidate for candidate in waiting if candidate.is_ready()), waiting[0])
             waiting.remove(sandbox)
+            deadline = time.monotonic() + START_SECONDS
             with suppress(TimeoutError):
                 while not sandbox.is_ready():
-                    await sandbox.wait(time.monotonic() + START_SECONDS)
+                    await sandbox.wait(deadline)
             if sandbox.ready and not sandbox.ended:
                 break
             sandbox.kill()
