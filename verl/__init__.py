@@ -18,7 +18,7 @@ _excepthook = sys.excepthook
 def _name_the_environment(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Where a program of this project misses a package, it says which Python has it, and ends with 2."""
+    """Say which Python lacks a package that a program of this project needs, and end with status 2."""
     name = (getattr(error, "name", None) or "").split(".")[0]
     if not issubclass(kind, ModuleNotFoundError) or (ROOT / name).exists():
         return _excepthook(kind, error, trace)
@@ -41,7 +41,7 @@ if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).resolve().is_relative_to(ROOT):
 
 
 def __getattr__(name: str) -> Any:
-    """`from verl import DataProto`, without torch for those who import something else."""
+    """Provide `from verl import DataProto`, without torch for those who import something else."""
     if name != "DataProto":
         raise AttributeError(f"module 'verl' has no attribute {name!r}")
     from verl.protocol import DataProto

@@ -1,4 +1,7 @@
-"""python -m verl.evaluate --model FOLDER --benchmarks FILE.parquet: docs/evaluation.md."""
+"""The program `python -m verl.evaluate --model FOLDER --benchmarks FILE.parquet`.
+
+See docs/evaluation.md.
+"""
 
 import sys
 

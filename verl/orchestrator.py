@@ -1,4 +1,7 @@
-"""python -m verl.orchestrator @ run.yaml: drives a run whose processes others start (docs/async.md)."""
+"""The driver of a run whose processes others start: `python -m verl.orchestrator @ run.yaml`.
+
+See docs/async.md.
+"""
 
 import sys
 

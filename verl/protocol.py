@@ -1,8 +1,8 @@
 """DataProto, the batch that every part of a training step takes and returns.
 
-A row is one trajectory. Tensors live in `batch`, any other per-row value in `non_tensor_batch` (one object
+A row is one trajectory. Tensors live in `batch`, any other value of a row in `non_tensor_batch` (one object
 per row), and what belongs to the whole batch in `meta_info`. A step adds columns to the same rows: the agent
-makes the first ones, the workers add log-probs and values, the trainer rewards and advantages.
+makes the first ones, the workers add log-probs and values, and the trainer adds rewards and advantages.
 
 Table of batch keys (N rows, P prompt width, R response width)
 
@@ -31,23 +31,23 @@ Table of batch keys (N rows, P prompt width, R response width)
       outcome             [N]      float32  the row's score: token_level_scores summed
       reward_baselines    [N]      float32  score of the greedy trajectory of the row's prompt (remax)
       rollout_is_weights  [N, R]   float32  weights of the policy loss (rollout correction)
-      rejected_mask       [N, R]   bool     what leaves response_mask after the advantages; then
-      sampled_mask        [N, R]   int64    is what response_mask was
+      rejected_mask       [N, R]   bool     tokens that leave response_mask after the advantages
+      sampled_mask        [N, R]   int64    what response_mask was before that
       stale_mask          [N, R]   bool     older than max_staleness, not trained (too_old=mask)
       observation_mask    [N, R]   int64    1 = a token of the response that the policy read (echo)
       turn_ids            [N, R]   int64    the turn that sampled the token, else -1 (rollout.step_wise)
-      prompt_tokens       [N]      int64    sampled tokens, and rows with one, of the row's uid in its
-      prompt_rows         [N]      int64    mini-batch (prompt-mean)
+      prompt_tokens       [N]      int64    sampled tokens of the row's uid in its mini-batch (prompt-mean)
+      prompt_rows         [N]      int64    rows of the uid with a sampled token there (prompt-mean)
     non_tensor_batch, one object per row
       raw_prompt_ids list[int] (input of generation) | uid str | data_source str | reward_model dict |
       extra_info dict | index int (row of the data set) | trajectory dict (turns, searches, how it ended) |
       em, f1 float (exact match, token F1) | reward_extra dict (all that the reward function returned) |
-      continuation dict or None (input of generation: what a trajectory kept from the step before has)
+      continuation dict or None (input of generation: what a trajectory has that goes on from the step before)
     meta_info
       solved_share float (with algorithm.thrift: of all rows that the step generated and that may search)
 
-Worked example: the prompt is [5, 6], the policy writes [7, 8], the search engine's answer is [9], the policy
-ends with [2]; P = 3 and R = 5.
+Worked example: the prompt is [5, 6], the policy writes [7, 8], the search engine's answer is [9], and the
+policy ends with [2]. P = 3 and R = 5.
 
     prompts        [[0, 5, 6]]              responses      [[7, 8, 9, 2, 0]]
     attention_mask [[0, 1, 1, 1, 1, 1, 1, 0]]
@@ -118,7 +118,10 @@ def _choose(columns: dict[str, Any], keys: Sequence[str] | None, what: str) -> d
 
 @dataclass
 class DataProtoItem:
-    """One row: `batch` is a TensorDict without a batch dimension, `non_tensor_batch` maps names to values."""
+    """One row of a batch.
+
+    `batch` is a TensorDict without a batch dimension, and `non_tensor_batch` maps names to values.
+    """
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -130,10 +133,11 @@ class DataProto(VerlBatchMethods):
     """Rows of tensors and objects plus `meta_info`; see the table of keys above.
 
     `batch` has one batch dimension, the rows. Every array in `non_tensor_batch` is a 1-D object array with as
-    many entries; lists and other arrays are turned into one. Different lengths are a ValueError.
-    Operations give new containers over the same tensors where torch can (slices and selections of keys are
-    views; picking, repeating and joining rows copies). `union`, `rename`, `reorder`, `to` and `pop` change
-    the object they are called on, as in verl.
+    many entries; lists and other arrays are turned into one. Columns of different lengths raise ValueError.
+
+    Operations return new containers over the same tensors where torch can do that: slices and selections of
+    keys are views, while picking, repeating and joining rows copies. `union`, `rename`, `reorder`, `to` and
+    `pop` change the object on which they are called, as in verl.
     """
 
     batch: TensorDict | None = None
@@ -148,7 +152,7 @@ class DataProto(VerlBatchMethods):
         self.check_consistency()
 
     def check_consistency(self) -> None:
-        """Raises ValueError if the columns differ in their number of rows."""
+        """Raise ValueError if the columns differ in their number of rows."""
         lengths = {key: len(value) for key, value in self.non_tensor_batch.items()}
         if self.batch is not None:
             lengths["batch"] = self.batch.batch_size[0]
@@ -157,7 +161,10 @@ class DataProto(VerlBatchMethods):
 
     @property
     def tensors(self) -> TensorDict:
-        """`batch`, for code that cannot do without it; ValueError if there is none."""
+        """Return `batch`, for code that cannot do without it.
+
+        Raises ValueError if there is none.
+        """
         if self.batch is None:
             raise ValueError(f"this batch has no tensors, only the columns {sorted(self.non_tensor_batch)}")
         return self.batch
@@ -177,8 +184,15 @@ class DataProto(VerlBatchMethods):
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """From tensors of shape [N, ...] and sequences of N objects. `num_batch_dims` can only be 1;
-        `auto_padding` changes nothing (`DataProtoConfig`)."""
+        """Make a batch from tensors of shape [N, ...] and sequences of N objects.
+
+        Args:
+            tensors: the columns of `batch`.
+            non_tensors: the columns of `non_tensor_batch`.
+            meta_info: what belongs to the whole batch.
+            num_batch_dims: can only be 1.
+            auto_padding: has no effect (`DataProtoConfig`).
+        """
         if num_batch_dims != 1:
             raise BatchError(f"num_batch_dims is {num_batch_dims}; a batch has one dimension, its rows")
         batch = None
@@ -196,7 +210,7 @@ class DataProto(VerlBatchMethods):
     def from_single_dict(
         cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """From one mapping: torch tensors go to `batch`, arrays and lists to `non_tensor_batch`."""
+        """Make a batch from one mapping: tensors go to `batch`, arrays and lists to `non_tensor_batch`."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, objects, meta_info)
@@ -209,7 +223,7 @@ class DataProto(VerlBatchMethods):
         return next((len(value) for value in self.non_tensor_batch.values()), 0)
 
     def __getitem__(self, index: int | Index) -> Any:
-        """A DataProtoItem for an int, a DataProto for a slice, a list of positions or a boolean mask."""
+        """Return a DataProtoItem for an int; a DataProto for a slice, a list of positions or a mask."""
         if isinstance(index, int | np.integer):
             if not -len(self) <= index < len(self):
                 raise IndexError(f"row {index} of a batch with {len(self)} rows")
@@ -222,15 +236,18 @@ class DataProto(VerlBatchMethods):
         return self.select_idxs(index)
 
     def select_idxs(self, idxs: Index) -> DataProto:
-        """The rows at these positions (or where a mask of N booleans is true), copied, in the order given."""
+        """Return copies of the rows at these positions, in the order given.
+
+        A mask of N booleans picks the rows where it is true.
+        """
         rows = torch.arange(len(self))
         index = idxs if isinstance(idxs, slice) else torch.as_tensor(idxs).cpu()
-        where = rows[index if isinstance(index, slice) or index.dtype == torch.bool else index.long()]
+        positions = rows[index if isinstance(index, slice) or index.dtype == torch.bool else index.long()]
         batch = None
         if self.batch is not None:
-            columns = {key: value[where.to(value.device)] for key, value in self._tensors().items()}
-            batch = TensorDict(columns, batch_size=[len(where)])
-        objects = {key: value[where.numpy()] for key, value in self.non_tensor_batch.items()}
+            columns = {key: value[positions.to(value.device)] for key, value in self._tensors().items()}
+            batch = TensorDict(columns, batch_size=[len(positions)])
+        objects = {key: value[positions.numpy()] for key, value in self.non_tensor_batch.items()}
         return DataProto(batch, objects, dict(self.meta_info))
 
     # ---- choosing columns
@@ -242,7 +259,10 @@ class DataProto(VerlBatchMethods):
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """A new DataProto with the named columns (None: all of that kind), sharing them unless `deepcopy`."""
+        """Return a new DataProto with the named columns, which it shares with this one unless `deepcopy`.
+
+        None stands for all columns of a kind.
+        """
         tensors = _choose(self._tensors(), batch_keys, "tensor")
         objects = _choose(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column")
         meta_info = _choose(self.meta_info, meta_info_keys, "meta_info entry")
@@ -257,28 +277,29 @@ class DataProto(VerlBatchMethods):
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Takes the named columns out of this batch and returns them as a new one."""
-        taken = self.select(list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys))
+        """Take the named columns out of this batch, and return them as a new one."""
+        popped = self.select(list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys))
         if self.batch is not None:
-            kept = {key: value for key, value in self._tensors().items() if key not in set(batch_keys)}
-            self.batch = TensorDict(kept, batch_size=self.batch.batch_size)
+            rest = {key: value for key, value in self._tensors().items() if key not in set(batch_keys)}
+            self.batch = TensorDict(rest, batch_size=self.batch.batch_size)
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
         for key in meta_info_keys:
             del self.meta_info[key]
-        return taken
+        return popped
 
     def union(self, other: DataProto) -> DataProto:
-        """Adds the other's columns to this batch, in place; returns self.
+        """Add the other's columns to this batch, in place; return self.
 
-        A name that both have must have the same content in both, else ValueError and nothing is changed.
+        Raises ValueError, and changes nothing, if a name that both have does not have the same content in
+        both.
         """
         if len(self) and len(other) and len(self) != len(other):
             raise ValueError(f"cannot join the columns of {len(self)} rows and of {len(other)} rows")
-        mine = self._tensors()
-        theirs = other._tensors()
+        own_tensors = self._tensors()
+        other_tensors = other._tensors()
         kinds = (
-            (mine, theirs),
+            (own_tensors, other_tensors),
             (self.non_tensor_batch, other.non_tensor_batch),
             (self.meta_info, other.meta_info),
         )
@@ -286,8 +307,8 @@ class DataProto(VerlBatchMethods):
             for key in a.keys() & b.keys():
                 if not same(a[key], b[key]):
                     raise BatchError(f"{key!r} differs in the two batches; rename or pop one of them")
-        if theirs:
-            self.batch = TensorDict({**mine, **theirs}, batch_size=[len(other)])
+        if other_tensors:
+            self.batch = TensorDict({**own_tensors, **other_tensors}, batch_size=[len(other)])
         self.non_tensor_batch = {**self.non_tensor_batch, **other.non_tensor_batch}
         self.meta_info = {**self.meta_info, **other.meta_info}
         self.check_consistency()
@@ -296,18 +317,18 @@ class DataProto(VerlBatchMethods):
     # ---- changing rows
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Each row `repeat_times` times: a a b b with `interleave`, else a b a b."""
+        """Return each row `repeat_times` times: a a b b with `interleave`, otherwise a b a b."""
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Consecutive pieces of `split_size` rows (the last may be shorter), views of this batch."""
+        """Return consecutive pieces of `split_size` rows (the last may be shorter), views of this batch."""
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}; at least 1 row is needed")
         return [self[start : start + split_size] for start in range(0, len(self), split_size)]
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` consecutive pieces of equal size, views of this batch."""
+        """Return `chunks` consecutive pieces of equal size, views of this batch."""
         if chunks < 1 or len(self) % chunks:
             raise BatchError(
                 f"{len(self)} rows do not make {chunks} equal chunks; use pad_dataproto_to_divisor"
@@ -317,11 +338,11 @@ class DataProto(VerlBatchMethods):
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, in order. The parts have the same columns and widths.
+        """Return the rows of all parts, in order; the parts must have the same columns and widths.
 
-        In `meta_info["metrics"]` a number becomes the mean over the parts that have it, and lists are joined;
-        lists of dicts, as verl's workers return, become one dict of lists;
-        every other meta_info entry must be the same in all parts that have it.
+        In `meta_info["metrics"]` a number becomes the mean over the parts that have it, and lists are joined.
+        Lists of dicts, as verl's workers return them, become one dict of lists. Every other meta_info entry
+        must be the same in all parts that have it.
         """
         if not data:
             raise ValueError("cannot concat an empty list of batches")
@@ -345,7 +366,7 @@ class DataProto(VerlBatchMethods):
         return DataProto(batch, arrays, merged_meta_info([part.meta_info for part in data]))
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Moves the tensors, in place; returns self."""
+        """Move the tensors to a device, in place; return self."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
@@ -353,13 +374,16 @@ class DataProto(VerlBatchMethods):
     # ---- disk and wire
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Writes a pickle that `load_from_disk` reads."""
+        """Write a pickle that `load_from_disk` reads."""
         with open(filepath, "wb") as file:
             pickle.dump(self, file, protocol=5)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """Reads what `save_to_disk` wrote (a pickle: load only files you trust). Tensors come to the CPU."""
+        """Read what `save_to_disk` wrote; tensors come to the CPU.
+
+        The file is a pickle: load only files that you trust.
+        """
         with open(filepath, "rb") as file:
             data = pickle.load(file)
         if not isinstance(data, DataProto):
@@ -367,7 +391,10 @@ class DataProto(VerlBatchMethods):
         return data
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tensors as numpy arrays, which pickle protocol 5 hands to Ray's object store without copying."""
+        """Return the state with tensors as numpy arrays.
+
+        Pickle protocol 5 hands these to Ray's object store without copying.
+        """
         tensors = None
         if self.batch is not None:
             tensors = {key: to_array(key, value) for key, value in self.batch.items()}
@@ -387,10 +414,14 @@ class DataProto(VerlBatchMethods):
 class DataProtoFuture:
     """The result of a call that may still run (`register(blocking=False)`); `get()` waits for it.
 
-    `futures` holds one handle per rank, `resolve` turns the handles into their values (raising what the
-    call raised), `collect` joins the ranks' values; `part` is (chunk, of how many) of the whole. A future
-    that is passed to another group's method is resolved in the process that needs it, not on the driver
-    (with processes over a folder: on the driver).
+    A future that is passed to another group's method is resolved in the process that needs it, not on the
+    driver (with processes over a folder: on the driver).
+
+    Attributes:
+        futures: one handle per rank.
+        resolve: turns the handles into their values; raises what the call raised.
+        collect: joins the values of the ranks.
+        part: (chunk, of how many) of the whole; None for the whole.
     """
 
     futures: list[Any]
@@ -399,12 +430,12 @@ class DataProtoFuture:
     part: tuple[int, int] | None = None
 
     def get(self) -> Any:
-        """The value that the call would have returned with `blocking=True`."""
+        """Return the value that the call would have returned with `blocking=True`."""
         value = self.collect(self.resolve(self.futures))
         return value if self.part is None else value.chunk(self.part[1])[self.part[0]]
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Futures of the equal chunks; the number of rows must be a multiple of `chunks`."""
+        """Return futures of equal chunks; the number of rows must be a multiple of `chunks`."""
         if self.part is not None:
             raise ValueError("this future is already a chunk of another one; chunk the result of get()")
         return [replace(self, part=(index, chunks)) for index in range(chunks)]

@@ -1,6 +1,6 @@
-"""What verl's users call on batches beside the core of `DataProto`; `verl.protocol` hands all of it on.
+"""Methods and functions of verl's batches beside the core of `DataProto`; `verl.protocol` exports them all.
 
-`DataProto` inherits `VerlBatchMethods`. The functions take and return whatever batch class they are given.
+`DataProto` inherits `VerlBatchMethods`. The functions take and return any batch class that they are given.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from verl.utils.columns import BatchError, same
 
 
 class DataProtoConfig:
-    """verl's switch for padding in dispatch. Worker groups here always pad, so it changes nothing."""
+    """The switch of verl for padding in dispatch; worker groups here always pad, so it has no effect."""
 
     auto_padding: bool = False
 
 
 class VerlBatchMethods:
-    """Methods of verl's DataProto that a training step of this project does not need."""
+    """The methods of verl's DataProto that a training step of this project does not need."""
 
     def is_padding_enabled(self) -> bool:
-        """True: worker groups pad each batch to a multiple of their size and take the padding off again."""
+        """Return True.
+
+        Worker groups pad each batch to a multiple of their size, and take the padding off again.
+        """
         return True
 
     def padding(self: Any, padding_size: int, padding_candidate: str = "") -> None:
-        """Appends `padding_size` copies of a row in place: of the first, or with "last" of the last one."""
+        """Append `padding_size` copies of the first row in place, or with "last" of the last row."""
         num_rows = len(self)
         source = num_rows - 1 if padding_candidate == "last" else 0
         padded = self[[*range(num_rows), *[source] * padding_size]]
@@ -39,7 +42,7 @@ class VerlBatchMethods:
     def make_iterator(
         self: Any, mini_batch_size: int, epochs: int, seed: int | None = None, shuffle: bool = False
     ) -> Iterator[Any]:
-        """Mini-batches of exactly `mini_batch_size` rows, `epochs` times over all rows.
+        """Yield mini-batches of exactly `mini_batch_size` rows, `epochs` times over all rows.
 
         With `shuffle` each epoch has its own order, drawn from `seed` alone.
         """
@@ -54,18 +57,18 @@ class VerlBatchMethods:
             yield from (self[rows] for rows in order.split(mini_batch_size))
 
     def reorder(self: Any, indices: torch.Tensor) -> None:
-        """Puts the rows in the order `indices` [N] int64, in place."""
+        """Put the rows in the order `indices` [N] int64, in place."""
         moved = self[indices]
         self.batch = moved.batch
         self.non_tensor_batch = moved.non_tensor_batch
 
     def rename(self: Any, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Any:
-        """Renames tensors in place; returns self."""
+        """Rename tensors in place; return self."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
             raise ValueError(f"{len(old)} old names {old} but {len(new)} new names {new}")
-        self.select(old, [], [])  # ValueError for names that are not there
+        self.select(old, [], [])  # raises ValueError for names that are not there
         names = dict(zip(old, new, strict=True))
         columns = {names.get(key, key): value for key, value in self._tensors().items()}
         if len(columns) < len(self._tensors()):
@@ -75,7 +78,10 @@ class VerlBatchMethods:
         return self
 
     def sample_level_repeat(self: Any, repeat_times: Sequence[int] | torch.Tensor) -> Any:
-        """Row i `repeat_times[i]` times, copies side by side; `repeat_times` has N entries of at least 0."""
+        """Return row i `repeat_times[i]` times, with its copies side by side.
+
+        `repeat_times` has N entries of at least 0.
+        """
         times = torch.as_tensor(repeat_times)
         if len(times) != len(self):
             raise BatchError(f"repeat_times has {len(times)} entries for {len(self)} rows")
@@ -83,7 +89,10 @@ class VerlBatchMethods:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Adds the second's columns to the first, in place. BatchError if a common name holds other values."""
+    """Add the second's columns to the first, in place; return the first.
+
+    Raises BatchError if a common name holds different values.
+    """
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         raise BatchError(
             f"two TensorDicts with batch sizes {tuple(tensor_dict1.batch_size)} and "
@@ -99,7 +108,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 def union_numpy_dict(
     tensor_dict1: dict[str, np.ndarray], tensor_dict2: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """As `union_tensor_dict` for arrays; NaN equals NaN."""
+    """Add the second's arrays to the first as `union_tensor_dict` adds tensors; NaN equals NaN."""
     for key, value in tensor_dict2.items():
         if key in tensor_dict1:
             _check_same(key, tensor_dict1[key], value)
@@ -113,7 +122,10 @@ def _check_same(key: str, one: Any, other: Any) -> None:
 
 
 def fold_batch_dim(data: Any, new_batch_size: int) -> Any:
-    """[B, ...] -> [new_batch_size, B / new_batch_size, ...] in every column; B must be a multiple."""
+    """Fold [B, ...] into [new_batch_size, B / new_batch_size, ...] in every column.
+
+    B must be a multiple of `new_batch_size`.
+    """
     num_rows = len(data)
     if new_batch_size < 1 or num_rows % new_batch_size:
         raise BatchError(f"{num_rows} rows do not fold into {new_batch_size} of equal size")
@@ -122,7 +134,10 @@ def fold_batch_dim(data: Any, new_batch_size: int) -> Any:
 
 
 def unfold_batch_dim(data: Any, batch_dims: int = 2) -> Any:
-    """[A, B, ...] -> [A * B, ...] for the first `batch_dims` dimensions of every column: undoes folding."""
+    """Undo folding: [A, B, ...] becomes [A * B, ...] in every column.
+
+    The first `batch_dims` dimensions are joined.
+    """
     sizes = {tuple(value.shape[:batch_dims]) for value in data.batch.values()}
     if len(sizes) != 1:
         raise BatchError(f"the first {batch_dims} dimensions of the columns differ: {sorted(sizes)}")
@@ -138,10 +153,13 @@ def _reshaped(data: Any, num_rows: int, reshape: Any) -> Any:
 
 
 def pad_dataproto_to_divisor(data: Any, size_divisor: int) -> tuple[Any, int]:
-    """Repeats rows from the start until the number of rows is a multiple of `size_divisor`.
+    """Repeat rows from the start until the number of rows is a multiple of `size_divisor`.
 
-    Returns (padded batch, number of rows added). In the added rows `response_mask`, if there is one, is 0,
-    so that they weigh nothing in any loss. Without need for padding the batch itself comes back.
+    In the added rows `response_mask`, if there is one, is 0, so that they weigh nothing in any loss. If no
+    padding is needed, the batch itself comes back.
+
+    Returns:
+        The padded batch, and the number of rows that were added.
     """
     if size_divisor < 1:
         raise ValueError(f"size_divisor is {size_divisor}; it must be at least 1")
@@ -155,5 +173,5 @@ def pad_dataproto_to_divisor(data: Any, size_divisor: int) -> tuple[Any, int]:
 
 
 def unpad_dataproto(data: Any, pad_size: int) -> Any:
-    """Takes off the last `pad_size` rows."""
+    """Return the batch without its last `pad_size` rows."""
     return data[: len(data) - pad_size] if pad_size else data

@@ -1,4 +1,7 @@
-"""python -m verl.rl @ run.yaml [key=value ...]: a run whose processes need no Ray (docs/async.md)."""
+"""A run whose processes need no Ray: `python -m verl.rl @ run.yaml [key=value ...]`.
+
+See docs/async.md.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""python -m verl.synthesize --model FOLDER --benchmarks FILE.parquet: docs/synthesis.md."""
+"""The program `python -m verl.synthesize --model FOLDER --benchmarks FILE.parquet`.
+
+See docs/synthesis.md.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""python -m verl.train_worker @ run.yaml [--rank 0]: a process that trains (docs/async.md)."""
+"""A process that trains: `python -m verl.train_worker @ run.yaml [--rank 0]`.
+
+See docs/async.md.
+"""
 
 import argparse
 import os
@@ -7,8 +10,14 @@ from collections.abc import Sequence
 
 
 def play(program: str, argv: Sequence[str]) -> int:
-    """The life of a process of a run: `program` is what users call it. Returns the exit status."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several share a machine's cores; before torch
+    """Run a process of a run to its end; return the exit status.
+
+    Args:
+        program: name of the process for users.
+        argv: arguments of the command line.
+    """
+    # Several processes share a machine's cores. This must be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from verl.config.command_line import read_arguments
@@ -19,11 +28,11 @@ def play(program: str, argv: Sequence[str]) -> int:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--parent", type=int, default=0)
-    options, rest = parser.parse_known_args(argv)
+    options, run_arguments = parser.parse_known_args(argv)
     try:
-        folder = process_folder(read_arguments(rest).config)
+        folder = process_folder(read_arguments(run_arguments).config)
         with without_collections():
-            from verl.single_controller.folder import serve  # after a mistake was said: it imports torch
+            from verl.single_controller.folder import serve  # imports torch, so a mistake is reported first
 
         return serve(folder, f"{program}-{options.rank}", options.address, options.parent)
     except ValueError as error:

@@ -21,11 +21,16 @@ from verl.single_controller.base import (
 def build_worker_groups(
     backend: str, resource_pool: ResourcePool, roles: Mapping[str, ClassWithInitArgs]
 ) -> dict[str, WorkerGroup]:
-    """One group per role; all roles share the pool's processes, one worker of each per process.
+    """Build one group per role; all roles share the pool's processes, one worker of each per process.
 
-    `backend` is "local" (this process; the pool must have one process), "ray" (ray must be initialised;
-    see verl.single_controller.ray.init_ray) or "folder" (processes that somebody else starts; the pool is a
-    FolderResourcePool). Roles on separate processes are separate calls.
+    For roles on separate processes, call this once for each pool.
+
+    Args:
+        backend: "local" (this process; the pool must have one process), "ray" (ray must be initialised; see
+            verl.single_controller.ray.init_ray) or "folder" (processes that somebody else starts; the pool is
+            a FolderResourcePool).
+        resource_pool: the processes.
+        roles: role -> worker class with its arguments.
     """
     colocated = create_colocated_worker_cls(roles)
     owner: WorkerGroup

@@ -1,7 +1,7 @@
 """LocalWorkerGroup: one rank inside the driver's process, behind the interface of the Ray backend.
 
-Arguments and results pass by reference: the worker works on the driver's own tensors. A call runs when it
-is made; `blocking=False` only wraps its result, and an error is raised by the call rather than by `get()`.
+Arguments and results pass by reference: the worker works on the driver's own tensors. A call runs when it is
+made. `blocking=False` only wraps its result, and an error is raised by the call rather than by `get()`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE":
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """World size 1, no process group."""
+    """A worker group of world size 1, without a process group."""
 
     def __init__(self, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool | None = None) -> None:
         if resource_pool is not None and resource_pool.world_size != 1:

@@ -2,12 +2,12 @@
 
     parquet rows -> SFTDataset -> FSDPSFTTrainer (verl/trainer/sft_trainer.py) -> <run folder>/huggingface
 
-One process by default; with trainer.n_gpus_per_node (and nnodes) as many on Ray, started by the same command.
-The model in the end is a Hugging Face folder, ready for reinforcement learning:
+The run has one process by default; with trainer.n_gpus_per_node (and nnodes) it has as many on Ray, started
+by the same command. The trained model is a Hugging Face folder, ready for reinforcement learning:
 
     BASE_MODEL=<run folder>/huggingface bash train_grpo.sh
 
-What needs torch is imported inside of the functions, so that `--help` and a mistake are answered at once.
+Modules that need torch are imported inside the functions, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) -> FSDPSFTTrainer:
-    """Read and check all rows; no process is started and no model loaded yet. Raises ValueError."""
+    """Read and check all rows, and build the trainer; no process is started and no model is loaded yet.
+
+    Raises ValueError if the rows can't be used.
+    """
     with without_collections():
         from verl.trainer.sft_trainer import FSDPSFTTrainer
         from verl.utils import hf_tokenizer
@@ -61,9 +64,10 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
 
 
 def run(argv: list[str]) -> int:
-    """The program: parse, check, train. Returns the exit status.
+    """Run the program: parse the arguments, check them and train.
 
-    A user's mistake (2) and a run that can't go on (3) are one line on stderr.
+    Returns:
+        The exit status. A user's mistake (2) and a run that can't go on (3) print one line on stderr.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -84,7 +88,7 @@ def run(argv: list[str]) -> int:
 
 
 def _train(config: SFTConfig) -> int:
-    """`run`, from settings that can be right on."""
+    """Train with settings that have passed the first checks; return the exit status."""
     with without_collections():
         from verl.preflight.preflight import start_is_sound
         from verl.trainer.placement import place, start_ray

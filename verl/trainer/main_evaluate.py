@@ -5,8 +5,9 @@
 
     rows of a file -> the agent, environments and verifiers of training -> OUT/MODEL/BENCHMARK/results.jsonl
 
-key=value and @file at the end are settings of training (`bash train_grpo.sh --help`): lengths, max_turns,
-retriever.url, environment, verifiers. A checkpoint has those of its run; other models have Search-R1's.
+Arguments key=value and @file at the end are settings of training (`bash train_grpo.sh --help`): lengths,
+max_turns, retriever.url, environment, verifiers. A checkpoint has the settings of its run; other models have
+Search-R1's.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
     from verl.agent.agent import EnvironmentAgent
     from verl.evaluation.rollouts import Benchmark
 
-# Search-R1's, for models without a run.
+# Search-R1's settings, for models without a run.
 DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, "data.max_obs_length": 500}
 DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
-BENCHMARKS = Path("data/benchmarks")  # rows of those by name
-# What results depend on, of the options and of the settings: those that are gone on with have the same.
+BENCHMARKS = Path("data/benchmarks")  # the rows of benchmarks that are given by name
+# The options (KEPT) and the settings (DECISIVE) on which results depend: --resume goes on with results that
+# have the same.
 KEPT = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
 DECISIVE = (
     "max_turns",
@@ -95,7 +97,7 @@ def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentPar
 
 
 def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, whose mistakes end the program with 2."""
+    """Parse the command line; a mistake in it ends the program with status 2."""
     options = parser.parse_intermixed_args(argv)
     if options.temperature is None:
         options.temperature = float(options.rollouts > 1)
@@ -143,7 +145,10 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
 
 
 def folders_of(options: argparse.Namespace) -> Iterator[Path]:
-    """The models' folders: one, or those of a run's checkpoints, with --watch as they come. ValueError."""
+    """Yield the models' folders: one, or those of a run's checkpoints, with --watch as they come.
+
+    Raises ValueError if the folder, or a checkpoint that is asked for, is not there.
+    """
     run = Path(options.model).expanduser()
     if not options.steps and not options.watch:
         folder = Path(find_model(options.model))
@@ -151,32 +156,36 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
         return
     if not run.is_dir():
         raise ValueError(f"--model: found no folder {run}; expected a run's, for --steps and --watch")
-    wanted = [int(step) for step in (options.steps or "all").split(",") if step != "all"]
+    steps_wanted = [int(step) for step in (options.steps or "all").split(",") if step != "all"]
     seen: set[int] = set()
     while True:
-        is_over = not options.watch or state_of(run) != "running"  # before the look at what is there
-        there = {
+        is_over = not options.watch or state_of(run) != "running"  # asked before looking at what is there
+        checkpoints = {
             int(path.parents[2].name.removeprefix("global_step_")): path.parent
             for path in run.glob("global_step_*/actor/huggingface/config.json")
             if run_folder(path.parent)
         }
-        for step in sorted(there.keys() - seen):
+        for step in sorted(checkpoints.keys() - seen):
             seen.add(step)
-            if (not wanted or step in wanted) and there[step].is_dir():  # it may be pruned by now
-                yield there[step]
+            # A checkpoint may be pruned by now.
+            if (not steps_wanted or step in steps_wanted) and checkpoints[step].is_dir():
+                yield checkpoints[step]
         if is_over:
             break
         time.sleep(WATCH_SECONDS)
-    missing = sorted(set(wanted) - seen)
+    missing = sorted(set(steps_wanted) - seen)
     if missing or not seen:
-        known = ", ".join(map(str, sorted(seen))) or "none"
+        steps_found = ", ".join(map(str, sorted(seen))) or "none"
         raise ValueError(
-            f"{run} has the checkpoints: {known}; expected {missing or 'at least one'} (--steps)"
+            f"{run} has the checkpoints: {steps_found}; expected {missing or 'at least one'} (--steps)"
         )
 
 
 def name_of(folder: Path | None, model: str) -> Path:
-    """A model's place below --out: RUN/global_step_N, its folder's name, or a name as organisation--model."""
+    """Return a model's place below --out.
+
+    It is RUN/global_step_N, the name of its folder, or a name as organisation--model.
+    """
     if folder is None or not Path(model).expanduser().is_dir():
         return Path(model.replace("/", "--"))
     run = run_folder(folder)
@@ -186,10 +195,13 @@ def name_of(folder: Path | None, model: str) -> Path:
 
 
 def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
-    """The settings of a model: its run's, or Search-R1's, and what the command line says. ValueError."""
+    """Return the settings of a model: its run's, or Search-R1's, with those of the command line on top.
+
+    Raises ValueError if they are wrong.
+    """
     run = None if folder is None else run_folder(folder)
-    places = [place / "config.yaml" for place in (run, folder) if place is not None]
-    of_run = [f"@{place}" for place in places if place.is_file()][:1]
+    candidates = [parent / "config.yaml" for parent in (run, folder) if parent is not None]
+    of_run = [f"@{file}" for file in candidates if file.is_file()][:1]
     weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in DEFAULTS.items()}
     config: Config = load([*of_run, *options.settings], environment=weakest | os.environ).config
     return config
@@ -197,7 +209,10 @@ def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
 
 @contextmanager
 def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -> Iterator[EnvironmentAgent]:
-    """The agent of training over a loaded model, or over a server. ValueError, EngineUnavailable."""
+    """Provide the agent of training over a loaded model, or over a server.
+
+    Raises ValueError or EngineUnavailable if the model can't be used.
+    """
     import torch
 
     from search_r1.llm_agent.generation import build_agent
@@ -236,22 +251,27 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
             timeout=options.timeout,
             patience=options.patience,
         )
-    with ExitStack() as closed:
-        closed.callback(engine.shutdown)
+    with ExitStack() as stack:
+        stack.callback(engine.shutdown)
         key = os.environ.get(API_KEY_VARIABLE, "")
-        yield closed.enter_context(closing(build_agent(config, tokenizer, engine, api_key=key)))
+        yield stack.enter_context(closing(build_agent(config, tokenizer, engine, api_key=key)))
 
 
 def check_search(config: Config, asks: bool) -> None:
-    """ValueError: questions (`asks`: there are some) need a search server, and none answers."""
+    """Raise ValueError if questions need a search server and none answers.
+
+    Args:
+        config: the settings.
+        asks: whether there are questions that may search.
+    """
     from search_r1.search.client import API_KEY_VARIABLE, SearchClient, SearchError
 
     if not config.do_search or not asks:
         return
     retriever = config.retriever
     key = os.environ.get(API_KEY_VARIABLE, "")
-    place = (retriever.url, retriever.topk, 5.0)
-    with SearchClient(*place, api_key=key, use_proxy=retriever.use_proxy) as client:
+    connection = (retriever.url, retriever.topk, 5.0)
+    with SearchClient(*connection, api_key=key, use_proxy=retriever.use_proxy) as client:
         try:
             client.batch_search(["is anybody there"])
         except SearchError as error:
@@ -264,8 +284,17 @@ def check_search(config: Config, asks: bool) -> None:
 def evaluate(
     folder: Path | None, options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None
 ) -> None:
-    """One model on all benchmarks; `use` gets each of them afterwards, with the tokenizer and the model's
-    name. ValueError, EngineUnavailable, RunStopped.
+    """Measure one model on all benchmarks.
+
+    Args:
+        folder: the model's folder; None for a model on a server.
+        options: the command line.
+        use: is called with each benchmark after its rollouts, with the tokenizer and with the model's name.
+
+    Raises:
+        ValueError: for a mistake of the user.
+        EngineUnavailable: if the engine can't be used.
+        RunStopped: if the evaluation can't go on.
     """
     with announced("loading the libraries", sys.stderr), without_collections():
         from verl.evaluation.controls import with_retriever
@@ -294,15 +323,15 @@ def evaluate(
 
         encode = Encoder(Path(options.encoder).name, options.encoder).encode_passages
     name = name_of(folder, options.model)
-    with announced(f"loading {name}", sys.stderr), ExitStack() as closed:
-        agent = closed.enter_context(agent_of(folder, config, options))
-        rest = closed.pop_all()
-    with rest:
+    with announced(f"loading {name}", sys.stderr), ExitStack() as stack:
+        agent = stack.enter_context(agent_of(folder, config, options))
+        open_agent = stack.pop_all()
+    with open_agent:
         data = {**config.data, "env_class": config.environment.env_class}
-        if not hasattr(agent.tokenizer, "vocab_size"):  # tokens are messages: lengths are the server's
+        if not hasattr(agent.tokenizer, "vocab_size"):  # tokens are messages here: the server limits lengths
             data["truncation"] = "left"
         verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / name))
-        rest.callback(verifiers.close)
+        open_agent.callback(verifiers.close)
         score = load_reward_function(config.custom_reward_function)
         reward_fn = RewardManager(agent.tokenizer, 0, score, verifiers, stops=False)
         benchmarks: list[Benchmark] = []
@@ -321,21 +350,21 @@ def evaluate(
                 rows = with_retriever(dataset, retriever, options.seed, config.max_turns)
                 control = {} if retriever == OWN else {"retriever": retriever}
                 label = name_with(path.stem, retriever)
-                place = options.out / name / label
-                benchmarks.append(Benchmark(label, rows, place, {**settings, **control}, encode))
-        for each in benchmarks:
-            each.check(options.resume)
+                results_folder = options.out / name / label
+                benchmarks.append(Benchmark(label, rows, results_folder, {**settings, **control}, encode))
+        for benchmark in benchmarks:
+            benchmark.check(options.resume)
         asks_server = not set(options.retrievers).isdisjoint((OWN, SHUFFLED))
         check_search(config, asks_server and any(dataset[0]["episode"] is None for dataset in datasets))
         summaries: dict[str, dict[str, Any]] = {}
-        for each in benchmarks:
-            summary = each.run(agent, reward_fn, asking)
-            summaries[each.name] = summary
+        for benchmark in benchmarks:
+            summary = benchmark.run(agent, reward_fn, asking)
+            summaries[benchmark.name] = summary
             figures = {key: value for key, value in summary.items() if isinstance(value, list)}
-            told = ", ".join(f"{key} {shown(value)}" for key, value in figures.items())
-            print(f"{name} on {each.name}: {told}; {each.folder}/page.html", flush=True)
+            report = ", ".join(f"{key} {shown(value)}" for key, value in figures.items())
+            print(f"{name} on {benchmark.name}: {report}; {benchmark.folder}/page.html", flush=True)
             if use is not None:
-                use(each, agent.tokenizer, str(name))
+                use(benchmark, agent.tokenizer, str(name))
         if len(options.retrievers) > 1:
             for path in options.benchmarks:
                 print(f"{name} on {path.stem}\n{beside_each_other(path.stem, options.retrievers, summaries)}")
@@ -378,7 +407,7 @@ def check_retrievers(config: Config, options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see `run_command`."""
+    """Run the command; see `run_command`."""
     parser = build_parser("python -m verl.evaluate", __doc__, "evals")
     parser.add_argument(
         "--retriever",
@@ -392,7 +421,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None = None) -> int:
-    """Exit status: 0; 2 for a mistake of the user; 3: it ended before its time, and --resume goes on; 130."""
+    """Evaluate the models; return the exit status.
+
+    The status is 0; 2 for a mistake of the user; 3 if the command ended before its time, and --resume goes
+    on; and 130 for a Ctrl-C.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stopped: tuple[type[Exception], ...] = ()
     try:

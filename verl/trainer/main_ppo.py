@@ -1,10 +1,10 @@
 """Entry point: `python -m verl.trainer.main_ppo key=value ...` (wiring only).
 
-Reads the configuration, checks what can be checked before anything expensive starts, and puts dataset,
-reward, agent, workers and trainer together. Exact match is the reward; `verl.trainer.main_ppo_format` is the
-same program with the structure reward.
+The program reads the configuration, checks what can be checked before anything expensive starts, and puts
+dataset, reward, agent, workers and trainer together. The reward is exact match;
+`verl.trainer.main_ppo_format` is the same program with the structure reward.
 
-What needs torch is imported inside of the functions, so that `--help` and a mistake are answered at once.
+Modules that need torch are imported inside the functions, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def worker_classes(config: Config) -> tuple[type[Worker], type[Worker]]:
-    """The actor's class and the critic's: over FSDP2 or over megatron-core, both alike."""
+    """Return the class of the actor and that of the critic, both on FSDP2 or both on megatron-core."""
     from verl.workers import fsdp_workers, megatron_workers
 
     if config.actor_rollout_ref.actor.strategy == "megatron":
@@ -43,7 +43,7 @@ def worker_classes(config: Config) -> tuple[type[Worker], type[Worker]]:
 
 
 def _worker(role: Role, config: Config) -> ClassWithInitArgs:
-    """The class of a role's workers, with its arguments."""
+    """Return the class of a role's workers, with its arguments."""
     from search_r1.llm_agent.generation import build_agent
     from search_r1.search.client import API_KEY_VARIABLE
     from verl.single_controller.base import ClassWithInitArgs
@@ -69,11 +69,16 @@ def build_trainer(
     stop_request: StopRequest | None = None,
     session: FolderSession | None = None,
 ) -> RayPPOTrainer:
-    """Put a `RayPPOTrainer` together; no process is started and no model loaded yet: call `init_workers()`,
-    `fit()`, and `shutdown()` whatever happens.
+    """Build a `RayPPOTrainer`; no process is started and no model is loaded yet.
 
-    train_score: scores training rows (`main_ppo_format`); validation is always exact match. session: with
-    trainer.backend=folder, of the run's processes.
+    Call `init_workers()` and `fit()` next, and `shutdown()` whatever happens.
+
+    Args:
+        config: the whole configuration, validated.
+        train_score: scores training rows (`main_ppo_format`), while validation stays exact match; None for
+            the reward of the configuration.
+        stop_request: says whether the run shall end after the present step.
+        session: the session of the run's processes with trainer.backend=folder.
     """
     with without_collections():
         from search_r1.llm_agent.generation import env_metrics
@@ -127,10 +132,18 @@ def run(
     train_score_factory: Callable[[Config], RewardFunction] | None = None,
     starts_processes: bool = True,
 ) -> int:
-    """The program: parse, check, train. Returns the exit status.
+    """Run the program: parse the arguments, check them and train.
 
-    starts_processes: with trainer.backend=folder those of the run, the driver too; else this is the driver.
-    A user's mistake (2) and a run that ends before its time (3) are one line on stderr.
+    Args:
+        argv: arguments of the command line.
+        train_score_factory: makes the function that scores training rows from the configuration; None for the
+            reward of the configuration.
+        starts_processes: whether, with trainer.backend=folder, this program starts all processes of the run,
+            the driver included. Otherwise this process is the driver.
+
+    Returns:
+        The exit status. A user's mistake (2) and a run that ends before its time (3) print one line on
+        stderr.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -152,7 +165,7 @@ def run(
 
 
 def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunction] | None) -> int:
-    """`run`, from arguments that can be right on."""
+    """Train with arguments that have passed the first checks; return the exit status."""
     with announced("loading the libraries"), without_collections():
         from search_r1.search.probe import RetrievalProbe
         from verl.preflight.preflight import dry_run, start_is_sound
@@ -183,7 +196,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         with announced("starting Ray"):
             closing.enter_context(start_ray(config))
         place(config)
-        for variable, value in process_variables(config).items():  # workers get them from here
+        for variable, value in process_variables(config).items():  # workers inherit them
             os.environ.setdefault(variable, value)
         score = train_score_factory(config) if train_score_factory else None
         build = functools.partial(
@@ -199,7 +212,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
 
 
 def __getattr__(name: str) -> object:
-    """`from verl.trainer.main_ppo import RewardManager`, as in Search-R1."""
+    """Provide `from verl.trainer.main_ppo import RewardManager`, as in Search-R1."""
     if name == "RewardManager":
         from verl.trainer.ppo.scoring import RewardManager
 

@@ -1,6 +1,6 @@
 """Entry point: `python -m verl.trainer.main_ppo_format key=value ...`: training with the structure reward.
 
-As `verl.trainer.main_ppo`, but training rows are scored by `qa_em_format` with the weights
+It is `verl.trainer.main_ppo` with training rows scored by `qa_em_format`, whose weights are
 `reward_model.{structure_format_score, final_format_score, retrieval_score}`. Validation stays exact match.
 """
 
@@ -16,7 +16,10 @@ from verl.trainer.main_ppo import run
 
 
 def format_score(config: Config) -> Callable[..., Any]:
-    """The structure reward with the weights of this run, and the signs that it looks at (for `gdpo`)."""
+    """Return the structure reward with the weights of this run.
+
+    The reward also returns the signs that it looks at (for `gdpo`).
+    """
     from verl.utils.reward_score import qa_em_format
 
     weights = config.reward_model

@@ -1,11 +1,11 @@
-"""`python -m verl.preflight [options] [the run's overrides]`: checks before anything is spent.
+"""Checks before anything is spent: `python -m verl.preflight [options] [the run's overrides]`.
 
     python -m verl.preflight                                     this machine, and the cluster at RAY_ADDRESS
     python -m verl.preflight trainer.nnodes=2 retriever.url=...  a run: the arguments of verl.trainer.main_ppo
     python -m verl.preflight --only retriever,proxy --json ...   some checks, for a script
 
-One line for each finding: what is wrong, why it will hurt, what to type. Exit status: 0 nothing, or warnings
-only; 2 errors (also in the arguments).
+Each finding is one line that says what is wrong, why it will hurt and what to type. The exit status is 0 if
+there is nothing, or warnings only, and 2 if there are errors (also in the arguments).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _names(text: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program. Returns the exit status."""
+    """Run the program; return the exit status."""
     arguments = build_parser().parse_intermixed_args(argv)
     program = arguments.config_name
     try:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         for finding in preflight.findings:
             print(finding.line)
-        of = "this run on" if loaded.config is not None else "this machine, or the cluster at RAY_ADDRESS:"
+        scope = "this run on" if loaded.config is not None else "this machine, or the cluster at RAY_ADDRESS:"
         machines = f"{preflight.num_machines} machine{'s' * (preflight.num_machines > 1)}"
-        print(f"{len(preflight.checks)} checks of {of} {machines}: {errors} errors, {warnings} warnings")
+        print(f"{len(preflight.checks)} checks of {scope} {machines}: {errors} errors, {warnings} warnings")
     return 2 if errors else 0

@@ -7,7 +7,7 @@
 
     rows -> rollouts, verified as in training -> demonstrations (train_sft.sh), rows (train_grpo.sh), the rest
 
-It takes all of `python -m verl.evaluate --help`; --out is where the rows go (synthesized).
+It takes all options of `python -m verl.evaluate --help`; the rows go to --out (synthesized).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: as of `verl.evaluate`; 2 also if no rollout is kept."""
+    """Run the command; return the exit status.
+
+    The status is that of `verl.evaluate`; it is 2 also if no rollout is kept.
+    """
     parser = build_parser("python -m verl.synthesize", __doc__, "synthesized")
     parser.set_defaults(rollouts=4)
     add = parser.add_argument
@@ -55,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def write(benchmark: Benchmark, tokenizer: Any, model: str) -> None:
         from verl.evaluation.synthesis import choose, write_rows
 
-        kept, rejected = choose(benchmark.lines(), options.keep, options.per_prompt, options.solved_at)
+        chosen, rejected = choose(benchmark.lines(), options.keep, options.per_prompt, options.solved_at)
         end_token = getattr(tokenizer, "eos_token", None)
         as_messages = options.base_url is not None and options.tokenizer is None
         rows = benchmark.dataset.rows
         shares = (options.val_share, options.seed, as_messages)
         for name, count in write_rows(
-            kept, rejected, rows, benchmark.folder, model, end_token, *shares
+            chosen, rejected, rows, benchmark.folder, model, end_token, *shares
         ).items():
             print(f"{benchmark.folder / name}: {count:,} rows", flush=True)
 
@@ -73,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ask_for_questions(options: argparse.Namespace) -> int:
-    """Has the model write questions on passages of a corpus; they become `options.benchmarks`. Returns the
-    exit status.
+    """Have the model write questions on passages of a corpus; they become `options.benchmarks`.
+
+    Returns:
+        The exit status.
     """
     from data_prep.corpus_questions import questions_file, write_passages, write_questions
     from data_prep.prompts import SEARCH_PROMPT, read_template
@@ -91,14 +96,14 @@ def ask_for_questions(options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.n = None
-    place = options.out / name_of(folder, options.model)
-    written = questions_file(place / passages.stem)
-    if options.resume and (place / written.stem / "results.jsonl").is_file():
-        print(f"going on with {written}", flush=True)
-        options.benchmarks = [written]
+    results_folder = options.out / name_of(folder, options.model)
+    questions = questions_file(results_folder / passages.stem)
+    if options.resume and (results_folder / questions.stem / "results.jsonl").is_file():
+        print(f"going on with {questions}", flush=True)
+        options.benchmarks = [questions]
         return 0
-    once = {"benchmarks": [passages], "rollouts": 1, "similarity": False, "encoder": None}
-    return run_command(argparse.Namespace(**{**vars(options), **once}), use)
+    overrides = {"benchmarks": [passages], "rollouts": 1, "similarity": False, "encoder": None}
+    return run_command(argparse.Namespace(**{**vars(options), **overrides}), use)
 
 
 if __name__ == "__main__":

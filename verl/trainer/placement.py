@@ -1,4 +1,4 @@
-"""Who does what, and where a run's processes live: here, in Ray or by a folder, with GPUs, in which pools.
+"""The placement of a run: its roles, their pools, and where the processes live (here, in Ray, by a folder).
 
     place(config)      `auto` becomes what is there, `fastest` what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 _DTYPE_KEY = "mixed_precision.param_dtype"
 PROGRAMS_OF_POOLS = {"global_pool": "train_worker", "rollout_pool": "inference"}  # python -m verl.NAME
-WORTH_BF16 = 1.3  # times as fast: with less, rounding is not worth it, and chance might decide
+WORTH_BF16 = 1.3  # times as fast as fp32: with less, rounding is not worth it, and chance might decide
 
 
 class Role(Enum):
-    """What a worker is for. The value is the name of its worker group. No worker here has verl's `RefPolicy`
-    (the reference lives with the actor) and `RewardModel` (neural ones are refused).
+    """The task of a worker; its value is the name of the worker group.
+
+    No worker here has verl's `RefPolicy` (the reference lives with the actor) or `RewardModel` (neural reward
+    models are refused).
     """
 
     ActorRollout = "actor_rollout"
@@ -50,18 +52,19 @@ class Role(Enum):
 
 @dataclass
 class ResourcePoolManager:
-    """Turns a specification of pools into pools, and finds the pool of a role."""
+    """The pools of a run, made from a specification, and which of them each role has."""
 
     resource_pool_spec: dict[str, list[int]]  # pool -> processes on each node, e.g. {"global_pool": [8, 8]}
     mapping: dict[Role, str]  # role -> pool. Roles of one pool share its processes.
     backend: str = "ray"  # or "local": one in-process worker; "folder": processes of `session`
-    use_gpu: bool | None = None  # whether a process of a pool takes a GPU; None: if this machine has one
+    # Whether a process of a pool takes a GPU; None: it does if this machine has one.
+    use_gpu: bool | None = None
     num_cpus_per_process: float = 0.25  # of Ray's CPUs, reserved by each process
     session: FolderSession | None = None
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Make the pools; the Ray ones reserve nothing before the first worker group is built in them."""
+        """Make the pools; those of Ray reserve nothing before the first worker group is built in them."""
         use_gpu = torch.cuda.is_available() if self.use_gpu is None else self.use_gpu
         session = self.session.renew() if self.session is not None else None
         for name, process_on_nodes in self.resource_pool_spec.items():
@@ -78,12 +81,15 @@ class ResourcePoolManager:
             self.resource_pool_dict[name] = pool
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
-        """The pool that `role` was mapped to."""
+        """Return the pool to which `role` is mapped."""
         return self.resource_pool_dict[self.mapping[role]]
 
 
 def num_sampling(config: Config | SFTConfig) -> int:
-    """Processes that sample with the native engine and do not train; 0: those that train do."""
+    """Return how many processes sample with the native engine and do not train.
+
+    There are 0 if the processes that train also sample.
+    """
     if isinstance(config, SFTConfig):
         return 0
     rollout = config.actor_rollout_ref.rollout
@@ -91,26 +97,32 @@ def num_sampling(config: Config | SFTConfig) -> int:
 
 
 def samples_apart(config: Config | SFTConfig) -> bool:
-    """Whether processes of their own sample, with the native engine."""
+    """Return whether processes of their own sample, with the native engine."""
     return num_sampling(config) > 0
 
 
 def roles_of(passes: Passes) -> list[Role]:
-    """Who lives in each process that trains."""
+    """Return the roles that live in each process that trains."""
     actor = Role.ActorRolloutRef if passes.reference else Role.ActorRollout
     return [actor, Role.Critic] if passes.values else [actor]
 
 
 def processes_on_nodes(config: Config | SFTConfig) -> list[int]:
-    """How many processes run on each node."""
+    """Return how many processes run on each node."""
     return [config.trainer.n_gpus_per_node] * config.trainer.nnodes
 
 
 def build_pools(
     config: Config, roles: list[Role], session: FolderSession | None = None
 ) -> ResourcePoolManager:
-    """The pool that all roles share that train, and that of the processes that sample, if there are any.
-    Reserves nothing. session: with trainer.backend=folder, of their processes.
+    """Build the pool of all roles that train, and that of the processes that sample, if there are any.
+
+    Nothing is reserved yet.
+
+    Args:
+        config: the whole configuration.
+        roles: the roles that train.
+        session: with trainer.backend=folder, the session of the processes.
     """
     spec = {"global_pool": processes_on_nodes(config)}
     mapping = dict.fromkeys(roles, "global_pool")
@@ -130,14 +142,18 @@ def build_pools(
 
 
 def num_processes(config: Config | SFTConfig) -> int:
-    """Worker processes of the run. Supervised training has the one."""
+    """Return the number of worker processes that train; supervised training has no others."""
     return sum(processes_on_nodes(config))
 
 
 def place(config: Config | SFTConfig) -> None:
-    """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what is there, and a type
-    where `param_dtype` is `fastest`: the same for every role and process, and for a run that goes on from a
-    checkpoint, elsewhere too. ValueError: GPUs are asked for that are not there.
+    """Decide the settings that are left to the machine.
+
+    `trainer.backend` and `trainer.device` are filled in from what is there where they are `auto`. Where
+    `param_dtype` is `fastest`, a type is filled in: the same for every role and process, and also for a run
+    that goes on from a checkpoint, even elsewhere.
+
+    Raises ValueError if GPUs are asked for that are not there.
     """
     trainer = config.trainer
     if trainer.backend == "auto":
@@ -149,7 +165,7 @@ def place(config: Config | SFTConfig) -> None:
         return
     checkpoints = store_of(trainer)
     folder = checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
-    if folder is not None and not folder.exists():  # it is elsewhere
+    if folder is not None and not folder.exists():  # the checkpoint is at the remote place
         checkpoints.lock()
         checkpoints.fetch(folder)
         checkpoints.unlock()
@@ -169,7 +185,7 @@ def place(config: Config | SFTConfig) -> None:
 
 
 def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:
-    """What one of the keys is in the config.yaml of a checkpoint's run; None if that tells nothing."""
+    """Return the value of one of the keys in the config.yaml of a checkpoint's run, or None."""
     if folder is None or not (record := folder.parent / "config.yaml").is_file():
         return None
     for key in keys:
@@ -182,7 +198,7 @@ def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:
 
 
 def _device(config: Config | SFTConfig) -> str:
-    """ "cuda" or "cpu", where GPUs may be used."""
+    """Return "cuda" or "cpu" for a run that may use GPUs."""
     trainer = config.trainer
     processes = num_processes(config) + num_sampling(config)
     if trainer.backend == "ray":
@@ -196,21 +212,23 @@ def _device(config: Config | SFTConfig) -> str:
         where = "this machine"
     if trainer.device == "auto" and num_processes(config) == 1:
         return "cuda" if num_gpus >= processes else "cpu"
-    more = f" with rollout.num_processes={num_sampling(config)}" if num_sampling(config) else ""
+    sampling_processes = f" with rollout.num_processes={num_sampling(config)}" if num_sampling(config) else ""
     if num_gpus < processes:
         raise ValueError(
             f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and "
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{more} ask for {processes}. Set "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{sampling_processes} ask for {processes}. Set "
             "trainer.n_gpus_per_node, or trainer.device=cpu to train in processes without a GPU."
         )
     return "cpu" if num_gpus == 0 else "cuda"
 
 
 def process_variables(config: Config) -> dict[str, str]:
-    """Variables of a run's processes. On CUDA of those that share a layer's matrices (tensor parallel): with
-    one queue kernels start in the order in which they were called, so that communication begins before the
-    product that it runs beside takes the whole GPU. On CPU, where others sample beside training: each has its
-    share of the cores.
+    """Return environment variables for a run's processes.
+
+    On CUDA, processes that share a layer's matrices (tensor parallel) get one queue. Kernels then start in
+    the order in which they were called, so that communication begins before the product that it runs beside
+    takes the whole GPU. On CPU, where others sample beside training, each process gets its share of the
+    cores.
     """
     actor = config.actor_rollout_ref.actor
     shared = actor.strategy == "megatron" and actor.megatron.tensor_model_parallel_size > 1
@@ -223,13 +241,13 @@ def process_variables(config: Config) -> dict[str, str]:
 
 
 def needs_ray(config: Config | SFTConfig) -> bool:
-    """Whether this run is on Ray: it has more than one process, or `trainer.backend=ray`."""
+    """Return whether this run is on Ray: it has more than one process, or `trainer.backend=ray`."""
     backend = config.trainer.backend
     return backend == "ray" or (backend == "auto" and (num_processes(config) > 1 or samples_apart(config)))
 
 
 def start_ray(config: Config | SFTConfig) -> AbstractContextManager[RaySession | None]:
-    """A Ray session if this run needs one; to be ended with the run."""
+    """Start a Ray session if this run needs one, to be ended with the run."""
     if not needs_ray(config):
         return nullcontext()
     from verl.single_controller.ray import init_ray  # a local run does without it

@@ -1,4 +1,4 @@
-"""Checkpoints elsewhere: `trainer.remote_dir=s3://bucket/runs`, gs://.., file://.., whatever fsspec reaches.
+"""Checkpoints at a remote place (fsspec): `trainer.remote_dir=s3://bucket/runs`, gs://.., file://.. and more.
 
     global_step_N gets its name -> a thread uploads its files -> COMPLETE.json, sizes and sha256, comes last
     resume: the newest whole one of both places; a remote one is downloaded aside, checked, and renamed
@@ -7,8 +7,8 @@ REMOTE_DIR/<run's folder>/global_step_N/...       what is there without COMPLETE
 REMOTE_DIR/<run's folder>/records/...             metrics.jsonl, trajectories and the like, at each upload
 REMOTE_DIR/<run's folder>/OWNER                   an id that the run's folder has too: one place is one run's
 
-An error of the remote place before a run starts ends it: it never starts at step 0 because a bucket did not
-answer. While the run goes on an upload is tried again until `trainer.upload_deadline`; what could not be
+An error of the remote place before a run starts ends the run: it never starts at step 0 because a bucket did
+not answer. While the run goes on, an upload is tried again until `trainer.upload_deadline`; what could not be
 uploaded stays on the local disk.
 """
 
@@ -38,23 +38,30 @@ RECORDS: tuple[str, ...] = (
     "restarts.jsonl",
     "judge_verdicts.jsonl",
 )
-RECORDS += ("config.yaml", "metrics.jsonl")  # the last one is there when all are
-# seconds between two tries
-FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 60.0
-JOIN_SECONDS = 10.0
+RECORDS += ("config.yaml", "metrics.jsonl")  # metrics.jsonl comes last: it is there when all are
+FIRST_PAUSE = 1.0  # seconds between the first two tries
+LONGEST_PAUSE = 60.0  # seconds between two tries at most; each pause is twice as long as the one before
+JOIN_SECONDS = 10.0  # how long an end in haste waits for the file that is under way
 
 
 class RemoteFailed(ValueError):
-    """The remote place does not answer, or does not hold what it said."""
+    """An error of a remote place that does not answer, or does not hold what it said."""
 
 
 class RemoteStore:
-    """A run's folder at a remote place. ValueError: the address can't be used."""
+    """A run's folder at a remote place.
+
+    Args:
+        remote_dir: address of the place, `trainer.remote_dir`.
+        run_name: name of the run's folder there.
+
+    Raises:
+        ValueError: if the address can't be used.
+    """
 
     def __init__(self, remote_dir: str, run_name: str) -> None:
         options: dict[str, Any] = {}
-        if remote_dir.startswith("s3://"):  # a request that stalls is tried again here, not for an hour there
+        if remote_dir.startswith("s3://"):  # a stalled request is tried again here, not for an hour there
             waits = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
             options["config_kwargs"] = waits
         try:
@@ -76,7 +83,10 @@ class RemoteStore:
         self.root = f"{self.base}/{run_name}"
 
     def _ask(self, call: Callable[..., Any], *arguments: Any, **flags: Any) -> Any:
-        """What the place answers. RemoteFailed; FileNotFoundError."""
+        """Return what the place answers to a call of its file system.
+
+        Raises FileNotFoundError if it says so, and RemoteFailed for every other error.
+        """
         try:
             self.fs.invalidate_cache()
             return call(*arguments, **flags)
@@ -86,14 +96,17 @@ class RemoteStore:
             raise RemoteFailed(f"trainer.remote_dir={self.url}: {type(error).__name__}: {error}") from error
 
     def _names(self, folder: str) -> list[str]:
-        """What a folder has; [] if there is none. Not by `glob`, `find` or `exists`, which hide errors."""
+        """Return the names in a folder, or [] if there is no such folder.
+
+        `glob`, `find` and `exists` are of no use here, as they hide errors.
+        """
         try:
             return [path.rstrip("/").split("/")[-1] for path in self._ask(self.fs.ls, folder, detail=False)]
         except FileNotFoundError:
             return []
 
     def _below(self, folder: str) -> Iterator[str]:
-        """The names of all files below a folder."""
+        """Yield the names of all files below a folder."""
         for entry in self._ask(self.fs.ls, folder, detail=True):
             name = entry["name"].rstrip("/").split("/")[-1]
             if entry["type"] == "directory":
@@ -102,25 +115,33 @@ class RemoteStore:
                 yield name
 
     def check(self, run_dir: Path) -> None:
-        """RemoteFailed: there is no such place, nothing can be written there, or another run has it."""
-        mine = run_dir / OWNER
-        theirs = f"{self.root}/{OWNER}"
+        """Check that the place can be used, and mark it as this run's.
+
+        Raises RemoteFailed if there is no such place, nothing can be written there, or another run has it.
+        """
+        local_marker = run_dir / OWNER
+        remote_marker = f"{self.root}/{OWNER}"
         try:
             if self.is_local and not Path(self.base).is_dir():
-                raise FileNotFoundError(f"no folder {self.base}")  # a mount that is away is no new place
-            owner = self._ask(self.fs.cat_file, theirs).decode() if OWNER in self._names(self.root) else None
-            own = mine.read_text(encoding="utf-8") if mine.exists() else None
-            if owner is not None and own is None and not (run_dir / "metrics.jsonl").exists():
-                own = owner  # a run that goes on, on a machine that has nothing
-            if owner is not None and own != owner:
+                # A missing mount is an error, not an empty place.
+                raise FileNotFoundError(f"no folder {self.base}")
+            owner = (
+                self._ask(self.fs.cat_file, remote_marker).decode()
+                if OWNER in self._names(self.root)
+                else None
+            )
+            run_id = local_marker.read_text(encoding="utf-8") if local_marker.exists() else None
+            if owner is not None and run_id is None and not (run_dir / "metrics.jsonl").exists():
+                run_id = owner  # the run goes on, on a machine that has nothing of it
+            if owner is not None and run_id != owner:
                 raise RemoteFailed(
                     f"trainer.remote_dir={self.url}: {self.root} is of another run than {run_dir}; expected "
                     "one place for each. Choose another name (trainer.default_local_dir), or another place"
                 )
-            own = own or uuid.uuid4().hex
+            run_id = run_id or uuid.uuid4().hex
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._put(own.encode(), theirs)
-            mine.write_text(own, encoding="utf-8")
+            self._put(run_id.encode(), remote_marker)
+            local_marker.write_text(run_id, encoding="utf-8")
         except FileNotFoundError as error:
             raise RemoteFailed(f"trainer.remote_dir={self.url}: there is no such place ({error})") from error
 
@@ -133,20 +154,35 @@ class RemoteStore:
             self._ask(self.fs.pipe_file, place, content)
 
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, oldest first. RemoteFailed."""
+        """Return the steps with a whole checkpoint, oldest first.
+
+        Raises RemoteFailed if the place does not answer.
+        """
         folders = [name.removeprefix("global_step_") for name in self._names(self.root)]
         steps = [int(name) for name in folders if name.isdigit()]
         return sorted(step for step in steps if MANIFEST in self._names(f"{self.root}/global_step_{step}"))
 
     def upload(self, step: int, folder: Path, run_dir: Path, ended: threading.Event | None = None) -> None:
-        """A whole checkpoint, and the run's records so far. Called again after a failure, it sends what was
-        not sent. RemoteFailed, OSError; InterruptedError: `ended` was set.
+        """Upload a whole checkpoint, and the run's records so far.
+
+        If this is called again after a failure, it sends what was not sent before.
+
+        Args:
+            step: step of the checkpoint.
+            folder: the checkpoint's folder.
+            run_dir: the run's folder, for the records.
+            ended: breaks the upload off once it is set.
+
+        Raises:
+            RemoteFailed: if the place does not take the files.
+            OSError: if the files can't be read.
+            InterruptedError: if `ended` was set.
         """
-        place = f"{self.root}/{folder.name}"
+        checkpoint = f"{self.root}/{folder.name}"
         files = dict[str, dict[str, Any]]()
-        self._sent = {each for each in self._sent if each[0] == place}
-        if not self._sent and MANIFEST in self._names(place):  # of other content
-            self._ask(self.fs.rm_file, f"{place}/{MANIFEST}")
+        self._sent = {sent for sent in self._sent if sent[0] == checkpoint}
+        if not self._sent and MANIFEST in self._names(checkpoint):  # that one is of other content
+            self._ask(self.fs.rm_file, f"{checkpoint}/{MANIFEST}")
 
         def go_on() -> None:
             if ended is not None and ended.is_set():
@@ -154,81 +190,88 @@ class RemoteStore:
 
         for path, name in _files(folder):
             files[name] = {"size": path.stat().st_size, "sha256": _digest(path)}
-            if (place, name) not in self._sent:
+            if (checkpoint, name) not in self._sent:
                 go_on()
-                self._put(path, f"{place}/{name}")
-                self._sent.add((place, name))
+                self._put(path, f"{checkpoint}/{name}")
+                self._sent.add((checkpoint, name))
         for record in RECORDS:
             for path, name in _files(run_dir / record):
                 self._put(path, f"{self.root}/records/{record}" + (f"/{name}" if name else ""))
-        for name, about in files.items():
-            size = self._ask(self.fs.size, f"{place}/{name}")
-            if size != about["size"]:
-                self._sent.discard((place, name))
-                raise RemoteFailed(f"{place}/{name} has {size} bytes; expected {about['size']}")
+        for name, expected in files.items():
+            size = self._ask(self.fs.size, f"{checkpoint}/{name}")
+            if size != expected["size"]:
+                self._sent.discard((checkpoint, name))
+                raise RemoteFailed(f"{checkpoint}/{name} has {size} bytes; expected {expected['size']}")
         go_on()
         manifest = json.dumps({"step": step, "files": files}, indent=1).encode()
-        self._put(manifest, f"{place}/{MANIFEST}.part")
-        self._ask(self.fs.mv, f"{place}/{MANIFEST}.part", f"{place}/{MANIFEST}")
+        self._put(manifest, f"{checkpoint}/{MANIFEST}.part")
+        self._ask(self.fs.mv, f"{checkpoint}/{MANIFEST}.part", f"{checkpoint}/{MANIFEST}")
         self._sent.clear()
 
     def fetch(self, step: int, run_dir: Path) -> None:
-        """Downloads a checkpoint to its place in the run's folder, checked against the manifest, and records
-        where the folder has none. RemoteFailed.
+        """Download a checkpoint to its place in the run's folder, and the records if the folder has none.
+
+        The checkpoint is checked against the manifest. Raises RemoteFailed if it can't be had whole.
         """
-        place = f"{self.root}/global_step_{step}"
-        aside = run_dir / f"global_step_{step}.incomplete"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        checkpoint = f"{self.root}/global_step_{step}"
+        incomplete = run_dir / f"global_step_{step}.incomplete"
+        shutil.rmtree(incomplete, ignore_errors=True)
+        incomplete.mkdir(parents=True)
         try:
-            files = json.loads(self._ask(self.fs.cat_file, f"{place}/{MANIFEST}"))["files"]
-            for name, about in files.items():
-                target = aside / name
+            files = json.loads(self._ask(self.fs.cat_file, f"{checkpoint}/{MANIFEST}"))["files"]
+            for name, expected in files.items():
+                target = incomplete / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self._ask(self.fs.get_file, f"{place}/{name}", str(target))
-                if target.stat().st_size != about["size"] or _digest(target) != about["sha256"]:
-                    raise RemoteFailed(f"{place}/{name} is damaged: it is not what {MANIFEST} says")
+                self._ask(self.fs.get_file, f"{checkpoint}/{name}", str(target))
+                if target.stat().st_size != expected["size"] or _digest(target) != expected["sha256"]:
+                    raise RemoteFailed(f"{checkpoint}/{name} is damaged: it is not what {MANIFEST} says")
             if not (run_dir / "metrics.jsonl").exists() and "records" in self._names(self.root):
                 names = sorted(self._below(f"{self.root}/records"), key=lambda name: name == "metrics.jsonl")
                 for name in names:
                     target = run_dir / name
-                    part = run_dir / f"{name}.part"
-                    part.parent.mkdir(parents=True, exist_ok=True)
-                    self._ask(self.fs.get_file, f"{self.root}/records/{name}", str(part))
-                    part.replace(target)
+                    partial_file = run_dir / f"{name}.part"
+                    partial_file.parent.mkdir(parents=True, exist_ok=True)
+                    self._ask(self.fs.get_file, f"{self.root}/records/{name}", str(partial_file))
+                    partial_file.replace(target)
         except FileNotFoundError as error:
-            raise RemoteFailed(f"{place} lacks {error}; expected what {MANIFEST} names") from error
-        sync_tree(aside)
-        aside.rename(run_dir / f"global_step_{step}")
+            raise RemoteFailed(f"{checkpoint} lacks {error}; expected what {MANIFEST} names") from error
+        sync_tree(incomplete)
+        incomplete.rename(run_dir / f"global_step_{step}")
 
     def set_aside(self, step: int | None) -> None:
-        """Another name, *.old-K, for a step's folder, or for all of the run's. What is half renamed is not
-        whole. RemoteFailed.
+        """Rename a step's folder to *.old-K, or the run's folder if `step` is None.
+
+        The manifests are renamed first: what is half renamed is not whole. Raises RemoteFailed if the place
+        does not answer.
         """
         name = self.root.split("/")[-1] if step is None else f"global_step_{step}"
         parent = self.base if step is None else self.root
-        others = self._names(parent)
+        names = self._names(parent)
         number = 1
-        if name not in others:
+        if name not in names:
             return
-        while f"{name}.old-{number}" in others:
+        while f"{name}.old-{number}" in names:
             number += 1
-        for each in [step] if step is not None else self.steps():
-            manifest = f"{self.root}/global_step_{each}/{MANIFEST}"
+        for whole_step in [step] if step is not None else self.steps():
+            manifest = f"{self.root}/global_step_{whole_step}/{MANIFEST}"
             with suppress(FileNotFoundError):
                 self._ask(self.fs.mv, manifest, f"{manifest}.old")
         self._ask(self.fs.mv, f"{parent}/{name}", f"{parent}/{name}.old-{number}", recursive=True)
 
     def delete(self, step: int) -> None:
-        """The manifest first: what is half deleted is not whole. RemoteFailed."""
-        place = f"{self.root}/global_step_{step}"
+        """Delete a checkpoint.
+
+        The manifest is deleted first: what is half deleted is not whole. Raises RemoteFailed if the place
+        does not answer.
+        """
+        checkpoint = f"{self.root}/global_step_{step}"
         with suppress(FileNotFoundError):
-            self._ask(self.fs.rm_file, f"{place}/{MANIFEST}")
-            self._ask(self.fs.rm, place, recursive=True)
+            self._ask(self.fs.rm_file, f"{checkpoint}/{MANIFEST}")
+            self._ask(self.fs.rm, checkpoint, recursive=True)
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:
-    """(path, name below root) of all files; of a file itself, ""."""
+    """Yield (path, name below root) of all files; if the root is a file itself, its name is ""."""
     if root.is_file():
         yield root, ""
     elif root.is_dir():
@@ -245,14 +288,20 @@ def _digest(path: Path) -> str:
 class Uploads:
     """The thread that uploads checkpoints, in their order.
 
+    Args:
+        store: the remote place.
+        run_dir: the run's folder.
+        keep: how many remote checkpoints stay, the newest ones; None for all.
+        deadline: seconds until a checkpoint is given up.
+
     Attributes:
-        whole: steps that are, or were, whole elsewhere: their local copies may go.
+        whole: steps that are, or were, whole at the remote place: their local copies may go.
+
+    Raises:
+        RemoteFailed: if the remote place does not answer at the start.
     """
 
     def __init__(self, store: RemoteStore, run_dir: Path, keep: int | None, deadline: float) -> None:
-        """keep: remote checkpoints that stay, the newest (None: all). deadline: seconds until a checkpoint is
-        given up. RemoteFailed.
-        """
         self.store = store
         self.run_dir = run_dir
         self.keep = keep
@@ -267,7 +316,11 @@ class Uploads:
         self._queue.put(step)
 
     def close(self, in_haste: bool) -> None:
-        """Waits for what is still to be uploaded; in_haste: some seconds, for the file that is under way."""
+        """Wait for what is still to be uploaded, and end the thread.
+
+        Args:
+            in_haste: whether to wait only some seconds, for the file that is under way.
+        """
         if in_haste:
             self._ended.set()
         self._queue.put(None)
@@ -301,9 +354,12 @@ class Uploads:
         return False
 
     def _prune(self) -> None:
-        """Deletes the old ones there; what can't be deleted now is tried after the next upload."""
+        """Delete old checkpoints at the remote place.
+
+        If one can't be deleted now, this is tried again after the next upload.
+        """
         try:
-            for old in self.store.steps()[: -self.keep] if self.keep else []:
-                self.store.delete(old)
+            for old_step in self.store.steps()[: -self.keep] if self.keep else []:
+                self.store.delete(old_step)
         except (RemoteFailed, OSError) as error:
             print(f"warning: an old checkpoint could not be deleted there: {error}", flush=True)

@@ -1,5 +1,7 @@
-"""A run that goes on by itself when a worker, its node or its engine is gone (`trainer.max_restarts`), or
-when its policy has collapsed (`trainer.on_collapse: rewind`).
+"""A run that goes on by itself after failures and collapses.
+
+It goes on when a worker, its node or its engine is gone (`trainer.max_restarts`), and when its policy has
+collapsed (`trainer.on_collapse: rewind`):
 
     start: build, load the models                  a user's mistake ends the run here, with its line
     fit:   train ---> done
@@ -49,17 +51,22 @@ if TYPE_CHECKING:
     from verl.trainer.sft_trainer import FSDPSFTTrainer
 
 RECOVERABLE = (WorkerDiedError, EngineUnavailable)
-MOST_FAILURES_FROM_ONE_STEP = 3  # what fails so often without a new checkpoint in between fails for ever
+# A run that fails so often without a new checkpoint in between fails for ever.
+MOST_FAILURES_FROM_ONE_STEP = 3
 
 
 def run_to_an_end(start: Callable[[ExitStack, StopRequest], RestartingRun | FSDPSFTTrainer | int]) -> int:
-    """A program, from settings that can be right on. Returns the exit status: a user's mistake (2) and a run
-    that ends before its time (3) are one line on stderr.
+    """Run a program whose settings have passed the first checks.
 
-    start: starts everything, up to what trains, and says on the stack how it is ended; or it returns the exit
-    status. ValueError: a user's mistake.
+    Args:
+        start: starts everything up to what trains, and says on the stack how it is ended. It returns what
+            trains, or an exit status. It raises ValueError for a user's mistake.
+
+    Returns:
+        The exit status. A user's mistake (2) and a run that ends before its time (3) print one line on
+        stderr.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is ended
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is ended
     stop_request = StopRequest().listen()
     with ExitStack() as closing:
         try:
@@ -82,8 +89,11 @@ def run_to_an_end(start: Callable[[ExitStack, StopRequest], RestartingRun | FSDP
 
 
 class RestartingRun:
-    """A trainer, and those that take its place. `build` makes one, with no process started, of a copy of the
-    configuration, whose `trainer.backend` is decided.
+    """A trainer, and the trainers that take its place after restarts and rewinds.
+
+    Args:
+        config: the configuration, whose `trainer.backend` is decided.
+        build: makes a trainer, with no process started, from a copy of the configuration.
     """
 
     def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
@@ -91,15 +101,18 @@ class RestartingRun:
         self._build = build
         self.max_restarts = config.trainer.max_restarts if config.trainer.backend != "local" else 0
         self.num_restarts = 0
-        self.has_rewound = False  # in this process
+        self.has_rewound = False  # whether the run has gone back in this process
         self.trainer: RayPPOTrainer | None = None
         self._last = 0  # step of the checkpoint that a restart goes on from
-        self._has_own = False  # that checkpoint is of this run, not the one that it was started from
-        self._failures_in_a_row = 0  # from that checkpoint
+        self._has_own = False  # whether that checkpoint is of this run, not the one that it was started from
+        self._failures_in_a_row = 0  # failures since the run has gone on from that checkpoint
 
     def start(self) -> None:
-        """Build the trainer and load the models. ValueError: the user's mistake, e.g. more processes than the
-        cluster has room for. RunStopped: a process died, and may not be started again.
+        """Build the trainer and load the models.
+
+        Raises:
+            ValueError: for a user's mistake, such as more processes than the cluster has room for.
+            RunStopped: if a process died and may not be started again.
         """
         config = copy.deepcopy(self.config)
         goes_on = self.num_restarts > 0 or self.has_rewound
@@ -119,12 +132,13 @@ class RestartingRun:
         except ValueError as error:
             if not goes_on:
                 raise
-            # what was right at the start: the cluster or a disk is another one now
+            # The same was right at the start: the cluster or a disk is another one now.
             raise RunStopped(f"the run could not be started again: {error} {self._by_hand()}") from error
 
     def fit(self) -> None:
         """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.
-        RunStopped: it can't go on.
+
+        Raises RunStopped if the run can't go on.
         """
         while True:
             try:
@@ -140,14 +154,14 @@ class RestartingRun:
                 self._after(error)
 
     def shutdown(self) -> None:
-        """End the workers. Safe to call twice."""
+        """End the workers; a second call does nothing."""
         trainer = self.trainer
         self.trainer = None
         if trainer is not None:
             trainer.shutdown()
 
     def _apply_rewinds(self, config: Config, trainer: RayPPOTrainer) -> None:
-        """Set what the rewinds of the run have changed. config: the trainer's own."""
+        """Apply what the rewinds of the run have changed; `config` is the trainer's own configuration."""
         if config.trainer.resume_mode == "none":  # what is in the folder is another run's
             rewinds: list[Rewind] = []
         else:
@@ -160,7 +174,7 @@ class RestartingRun:
     def _rewind(self, collapse: CollapseSeen) -> None:
         """Put the run back to its newest checkpoint from before the collapse, and end the trainer.
 
-        RunStopped: there is none, and the run did not begin at step 0.
+        Raises RunStopped if there is none, and the run did not begin at step 0.
         """
         trainer = self.trainer
         assert trainer is not None
@@ -193,7 +207,9 @@ class RestartingRun:
 
     def _start_before(self, collapse: CollapseSeen) -> int:
         """Return the step that the run began with, where no checkpoint of its own is from before a collapse.
-        RunStopped: it began with another run's checkpoint that is not from before it either, or is not known.
+
+        Raises RunStopped if the run began with another run's checkpoint that is not from before the collapse
+        either, or if its beginning is not known.
         """
         trainer = self.trainer
         assert trainer is not None
@@ -214,7 +230,10 @@ class RestartingRun:
         )
 
     def _after(self, error: Exception) -> None:
-        """Ends what is left; returns when the run may be built anew. RunStopped if it may not."""
+        """End what is left of the workers; return if the run may be built anew.
+
+        Raises RunStopped if it may not.
+        """
         trainer = self.trainer
         assert trainer is not None
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -258,6 +277,7 @@ class RestartingRun:
         command = "the same command again"
         mode = self.config.trainer.resume_mode
         if mode == "none" or (mode == "from_path" and self._has_own):
-            command += " with trainer.resume_mode=auto"  # as it stands it would leave this run's steps behind
+            # Without this the command would leave the steps of this run behind.
+            command += " with trainer.resume_mode=auto"
             command += " trainer.resume_from_path=null" if mode == "from_path" else ""
         return f"Run {command}: the run goes on from step {self._last}."

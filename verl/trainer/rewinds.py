@@ -1,4 +1,4 @@
-"""Going back from a collapse to a checkpoint from before it (`trainer.on_collapse: rewind`).
+"""The return from a collapse to a checkpoint from before it (`trainer.on_collapse: rewind`).
 
     step N: the monitor sees a collapse that began at step M (verl/trainer/ppo/health.py)
       -> the steps after C are kept in <run folder>/branches/K/     C: the newest checkpoint before step M,
@@ -7,8 +7,8 @@
       -> the run is built anew and goes on from C, with the remedies of all its rewinds
 
 The remedies follow from `restarts.jsonl` alone, so a run that is killed and started again goes on with them.
-The line is written last: a run that is killed before it goes on without the remedy, meets the same collapse,
-and goes back again.
+The line is written last. A run that is killed before that goes on without the remedy, meets the same
+collapse, and goes back again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ from verl.utils.durable import sync
 from verl.utils.records.files import read_lines
 
 RESTARTS_FILE = "restarts.jsonl"
-RATE_FACTOR = 0.5  # of the learning rates, for each rewind
+RATE_FACTOR = 0.5  # factor of the learning rates for each rewind
 STEP_BOUND = 0.01  # nats per token: actor.max_step_kl after the first rewind, unless it is smaller already
 
 
 class CollapseSeen(RunStopped):
-    """A run's policy has collapsed, and `trainer.on_collapse` says that it does not go on."""
+    """An error of a run whose policy has collapsed and, by `trainer.on_collapse`, does not go on.
+
+    Args:
+        step: number of finished steps.
+        finding: the collapse.
+        advice: what the user can do, appended to the message.
+    """
 
     def __init__(self, step: int, finding: HealthFinding, advice: str = "") -> None:
         self.step = step
@@ -44,8 +50,12 @@ class CollapseSeen(RunStopped):
 class Rewind:
     """One return of a run to an earlier checkpoint.
 
-    number: from 1. at_step: after which it was made. from_step: of the checkpoint that the run went on from,
-    0 for its start. onset: the step at which the collapse began. reason: the line of the finding.
+    Attributes:
+        number: its number among the rewinds of the run, from 1.
+        at_step: the step after which it was made.
+        from_step: step of the checkpoint that the run went on from; 0 for the start of the run.
+        onset: the step at which the collapse began.
+        reason: the line of the finding.
     """
 
     number: int
@@ -57,7 +67,8 @@ class Rewind:
     def remedy(self, config: Config) -> dict[str, float]:
         """Return the values that the run goes on with: key -> value.
 
-        config: the run's own, without any remedy.
+        Args:
+            config: the run's own configuration, without any remedy.
         """
         factor = RATE_FACTOR**self.number
         actor = config.actor_rollout_ref.actor
@@ -79,7 +90,7 @@ def rewinds_before(run_dir: Path, step: int) -> list[Rewind]:
         if "rewind" not in line:
             continue
         number = line["rewind"]
-        rewinds = rewinds[: number - 1]  # later ones were not made in the history of this one
+        rewinds = rewinds[: number - 1]  # later ones are not in the history of this one
         rewinds.append(Rewind(number, line["at_step"], line["from_step"], line["onset"], line["reason"]))
     while rewinds and rewinds[-1].from_step > step:
         rewinds.pop()
@@ -100,13 +111,16 @@ def apply_remedies(config: Config, rewinds: list[Rewind]) -> None:
 def step_before(checkpoints: CheckpointStore, onset: int, start: int) -> int:
     """Return the step of the newest checkpoint from before step `onset`; `start` where there is none.
 
-    start: the step that the run began with: 0, or that of the checkpoint of another run.
+    Args:
+        checkpoints: the checkpoints of the run.
+        onset: the step at which the collapse began.
+        start: the step that the run began with: 0, or that of the checkpoint of another run.
     """
     return max((step for step in checkpoints.steps_anywhere() if step < onset), default=start)
 
 
 def note_rewind(run_dir: Path, rewind: Rewind, remedy: dict[str, Any]) -> None:
-    """Write a rewind's line; it is on the disk when this returns."""
+    """Write a rewind's line to `restarts.jsonl`; it is on the disk when this returns."""
     line = {
         "rewind": rewind.number,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -30,27 +30,30 @@ from verl.utils.records import LossRecorder
 from verl.workers.sft_worker import SFTWorker
 
 MODEL_FOLDER = "huggingface"
-WORKER = "worker"  # a checkpoint's folder of what the worker needs
+WORKER = "worker"  # folder in a checkpoint for what the worker needs
 
 
 @dataclass
 class SFTState(SavedState):
-    """Position and totals of a run; everything in it survives a restart."""
+    """The position and the totals of a run; everything in it survives a restart."""
 
     step: int = 0  # finished steps
     sampler: dict[str, Any] = field(default_factory=dict)  # data position
     wall_seconds: float = 0.0  # up to the last finished step, pauses left out
-    trained_tokens: int = 0  # of those that went through the updates
-    tokens: int = 0
-    losses: dict[str, float] = field(default_factory=dict)  # of the validation "before" and "after"
+    trained_tokens: int = 0  # trained tokens among those that went through the updates
+    tokens: int = 0  # tokens that went through the updates
+    losses: dict[str, float] = field(default_factory=dict)  # "before" and "after" -> loss of the validation
 
 
 class FSDPSFTTrainer(CheckpointedRun):
-    """The driver: holds the rows and the loop; the model is in the workers.
+    """The driver of supervised training: it holds the rows and the loop, while the workers hold the model.
 
     Args:
-        config: validated and placed. tokenizer: of the model; it is saved with it.
-        stop_request: whether the run shall end after the present step, with a checkpoint.
+        config: the whole configuration, validated and placed.
+        tokenizer: the model's tokenizer, which is saved with the model.
+        train_dataset: the rows to train on.
+        val_dataset: the rows of the validation; None for no validation.
+        stop_request: says whether the run shall end after the present step, with a checkpoint.
     """
 
     config: SFTConfig
@@ -87,7 +90,15 @@ class FSDPSFTTrainer(CheckpointedRun):
         self.workers.init_model()
 
     def fit(self) -> dict[str, Any]:
-        """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds."""
+        """Run to `total_steps` from where the last checkpoint stands.
+
+        Returns:
+            The contents of `summary.json`.
+
+        Raises:
+            RunStopped: if the run can't go on.
+            StoppedOnRequest: if the run was asked to stop.
+        """
         trainer = self.config.trainer
         self._resume()
         state = self.state
@@ -158,7 +169,7 @@ class FSDPSFTTrainer(CheckpointedRun):
         return data
 
     def _validation_loss(self, dataset: SFTDataset) -> float:
-        """Mean over all trained tokens of the rows (nats)."""
+        """Return the mean loss over all trained tokens of the rows, in nats."""
         size = self.config.data.train_batch_size
         sums = {"nll": 0.0, "tokens": 0.0}
         for start in range(0, len(dataset), size):
@@ -174,14 +185,17 @@ class FSDPSFTTrainer(CheckpointedRun):
         return self.state.step
 
     def _export(self) -> Path:
-        """`<run folder>/huggingface`: the last checkpoint's model, the same files under a second name."""
+        """Make `<run folder>/huggingface`, which holds the files of the last checkpoint's model; return it.
+
+        The files are the same ones under a second name.
+        """
         target = self.checkpoints.run_dir / MODEL_FOLDER
-        aside = target.with_name(f"{MODEL_FOLDER}.incomplete")
-        shutil.rmtree(aside, ignore_errors=True)
+        incomplete = target.with_name(f"{MODEL_FOLDER}.incomplete")
+        shutil.rmtree(incomplete, ignore_errors=True)
         source = self.checkpoints.folder(self.state.step)
-        if not source.is_dir():  # a finished run's checkpoint elsewhere, by trainer.resume_from_path
+        if not source.is_dir():  # the checkpoint of a finished run is elsewhere (trainer.resume_from_path)
             source = self.resume_folder or source
-        shutil.copytree(source / WORKER / MODEL_FOLDER, aside, copy_function=link_or_copy)
+        shutil.copytree(source / WORKER / MODEL_FOLDER, incomplete, copy_function=link_or_copy)
         shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
+        os.replace(incomplete, target)
         return target

@@ -1,4 +1,4 @@
-"""What both backends share: workers, the register table, groups and pools."""
+"""Parts that the backends share: workers, the table of registered methods, groups and pools."""
 
 # ruff: noqa: F401
 

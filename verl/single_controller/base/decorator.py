@@ -1,11 +1,11 @@
-"""How a call on a worker group becomes calls on its ranks, and their results one result again.
+"""The dispatch of a call on a worker group to its ranks, and the collection of their results into one.
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto: ...
 
-`register` marks a Worker's method. A WorkerGroup gives each marked method to the driver under the same name:
-the mode's dispatch function makes one (args, kwargs) for each rank, the ranks run the method, the mode's
-collect function joins what they return.
+`register` marks a method of a Worker. A WorkerGroup gives each marked method to the driver under the same
+name: the mode's dispatch function makes one (args, kwargs) for each rank, the ranks run the method, and the
+mode's collect function joins what they return.
 
 | mode                   | each rank gets                            | the driver gets                    |
 |------------------------|-------------------------------------------|------------------------------------|
@@ -14,12 +14,12 @@ collect function joins what they return.
 | DP_COMPUTE_PROTO       | its chunk of each DataProto, else whole   | one DataProto, rows in their order |
 | MEGATRON_COMPUTE_PROTO | its replica's chunk of each DataProto     | the same, of each replica's leader |
 
-Several processes may hold one replica of a model together: each worker says by `data_position()` which
-replica it belongs to, and whether it leads it. With `execute_mode=Execute.RANK_ZERO` only rank 0 runs and its
-result comes back bare. With `blocking=False` the driver gets a DataProtoFuture at once, whose `get()` gives
-the above. A method may be `async def`; its rank runs it to its end.
+Several processes may hold one replica of a model together. Each worker says by `data_position()` to which
+replica it belongs, and whether it leads the replica. With `execute_mode=Execute.RANK_ZERO` only rank 0 runs,
+and its result comes back bare. With `blocking=False` the driver at once gets a DataProtoFuture, whose `get()`
+returns the result above. A method may be `async def`; its rank runs it to its end.
 
-A mode of one's own is a dict with verl's two functions, given to `register` or, with a name, to
+You make a mode of your own as a dict with verl's two functions. Give it to `register` or, with a name, to
 `register_dispatch_mode`:
 
     dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs), each a list with one entry per rank
@@ -41,7 +41,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Dispatch:
-    """The names of the dispatch modes; see the table above. `register_dispatch_mode` adds to them."""
+    """The names of the dispatch modes; `register_dispatch_mode` adds to them.
+
+    The table above says what they do.
+    """
 
     ONE_TO_ALL = "ONE_TO_ALL"
     ALL_TO_ALL = "ALL_TO_ALL"
@@ -50,18 +53,18 @@ class Dispatch:
 
     @classmethod
     def register(cls, name: str) -> str:
-        """Makes `Dispatch.NAME` of a name; returns it in capitals."""
+        """Make `Dispatch.NAME` of a name; return it in capitals."""
         setattr(cls, name.upper(), name.upper())
         return name.upper()
 
     @classmethod
     def remove(cls, name: str) -> None:
-        """Takes back what `register` made."""
+        """Remove the attribute that `register` made."""
         delattr(cls, name.upper())
 
 
 class Execute(str, Enum):
-    """Which ranks run a call."""
+    """The ranks that run a call."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -69,11 +72,11 @@ class Execute(str, Enum):
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Which share of the rows a process works on."""
+    """The share of the rows that a process works on."""
 
     rank: int  # number of the model's replica that the process is a part of
     size: int  # number of replicas
-    leads: bool = True  # its result is the replica's; true for one process of each replica
+    leads: bool = True  # whether its result is the replica's; true for one process of each replica
 
 
 @dataclass
@@ -90,7 +93,7 @@ ModeFunctions = Mapping[str, Callable[..., Any] | None]
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` noted about a method."""
+    """The note that `register` makes about a method."""
 
     dispatch_mode: str | ModeFunctions
     execute_mode: Execute
@@ -104,7 +107,7 @@ DISPATCH_MODE_FN_REGISTRY: dict[str, ModeFunctions] = {}
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Adds a dispatch mode; `Dispatch.NAME` can then be given to `register`."""
+    """Add a dispatch mode; `Dispatch.NAME` can then be given to `register`."""
     if dispatch_mode_name.upper() in DISPATCH_MODE_FN_REGISTRY:
         raise ValueError(f"there already is a dispatch mode {dispatch_mode_name.upper()!r}")
     update_dispatch_mode(Dispatch.register(dispatch_mode_name), dispatch_fn, collect_fn)
@@ -113,12 +116,12 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Gives a mode other functions."""
+    """Give a mode other functions."""
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> ModeFunctions:
-    """The two functions of a mode."""
+    """Return the two functions of a mode."""
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
@@ -128,16 +131,21 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[Method], Method]:
-    """Marks a Worker's method as callable through its WorkerGroup. `materialize_futures` is verl's and has no
-    effect: futures among arguments are resolved on the ranks.
+    """Mark a method of a Worker as callable through its WorkerGroup.
+
+    Args:
+        dispatch_mode: how arguments and results travel; see the table above.
+        execute_mode: the ranks that run the method.
+        blocking: whether a call waits for its result; if not, it returns a DataProtoFuture.
+        materialize_futures: has no effect; it is verl's. Futures among arguments are resolved on the ranks.
     """
     if isinstance(dispatch_mode, Mapping):
         missing = [name for name in ("dispatch_fn", "collect_fn") if name not in dispatch_mode]
         if missing:
             raise ValueError(f"a dispatch mode given as a dict needs {' and '.join(missing)}")
     elif dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        known = ", ".join(sorted(DISPATCH_MODE_FN_REGISTRY))
-        raise ValueError(f"no dispatch mode {dispatch_mode!r}; there are {known}")
+        names = ", ".join(sorted(DISPATCH_MODE_FN_REGISTRY))
+        raise ValueError(f"no dispatch mode {dispatch_mode!r}; there are {names}")
     if execute_mode is Execute.RANK_ZERO and dispatch_mode != Dispatch.ONE_TO_ALL:
         raise ValueError(f"Execute.RANK_ZERO goes with Dispatch.ONE_TO_ALL, not with {dispatch_mode!r}")
 
@@ -151,7 +159,7 @@ def register(
 def dispatch_call(
     dispatch_mode: str | ModeFunctions, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Dispatched:
-    """What a call on a worker group becomes: a call for each rank, and how their results are joined."""
+    """Return what a call on a worker group becomes: one call per rank, and how the results are joined."""
     functions = (
         dispatch_mode if isinstance(dispatch_mode, Mapping) else get_predefined_dispatch_fn(dispatch_mode)
     )
@@ -167,7 +175,7 @@ def dispatch_call(
 
 
 def per_rank_calls(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int) -> list[Call]:
-    """A call for each rank, of arguments that are lists with an entry for each."""
+    """Return a call for each rank, from arguments that are lists with an entry for each rank."""
     return [
         (tuple(values[rank] for values in args), {name: values[rank] for name, values in kwargs.items()})
         for rank in range(world_size)
@@ -175,7 +183,7 @@ def per_rank_calls(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: i
 
 
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
-    """Name -> registration of every marked method of a class, inherited ones too."""
+    """Return the registration of every marked method of a class, inherited ones too, by name."""
     marks = {
         name: getattr(getattr(worker_cls, name), REGISTRATION_ATTRIBUTE, None) for name in dir(worker_cls)
     }
@@ -183,12 +191,12 @@ def registered_methods(worker_cls: type) -> dict[str, Registration]:
 
 
 def dispatch_one_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
-    """All arguments go to every rank."""
+    """Send all arguments to every rank."""
     return Dispatched([(args, kwargs)] * group.world_size, list)
 
 
 def dispatch_all_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
-    """Entry `rank` of each argument, a list, goes to that rank."""
+    """Send entry `rank` of each argument, a list, to that rank."""
     world_size = group.world_size
     for argument in (*args, *kwargs.values()):
         if not isinstance(argument, list | tuple) or len(argument) != world_size:
@@ -202,12 +210,15 @@ def dispatch_all_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
-    """A mode for workers that have called `_register_dispatch_collect_info` for that mesh; DataProto only."""
+    """Return a mode for workers that have called `_register_dispatch_collect_info` for that mesh.
+
+    Methods of this mode take and return DataProto.
+    """
     return {"dispatch_fn": _rows_mode(lambda group: group.mesh_positions(mesh_name)), "collect_fn": None}
 
 
 def _rows_mode(positions_of: Callable[[Any], Sequence[DataPosition]]) -> Callable[..., Dispatched]:
-    """A dispatch function that chunks rows for the ranks that stand so in a group; see `_dispatch_rows`."""
+    """Return a dispatch function that chunks rows for ranks in these positions; see `_dispatch_rows`."""
 
     def dispatch(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
         return _dispatch_rows(positions_of(group), args, kwargs)
@@ -218,8 +229,9 @@ def _rows_mode(positions_of: Callable[[Any], Sequence[DataPosition]]) -> Callabl
 def _dispatch_rows(
     positions: Sequence[DataPosition], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Dispatched:
-    """Chunks each DataProto, padded to a multiple of the number of replicas; a future is chunked on the
-    ranks.
+    """Chunk each DataProto, padded to a multiple of the number of replicas.
+
+    A future is chunked on the ranks.
     """
     num_replicas = positions[0].size
     leaders = {position.rank: rank for rank, position in enumerate(positions) if position.leads}
@@ -235,8 +247,10 @@ def _dispatch_rows(
     spread = [_spread(value, num_replicas) for value in values]
     calls: list[Call] = []
     for position in positions:
-        own = [per_replica[position.rank] for per_replica in spread]
-        calls.append((tuple(own[: len(args)]), dict(zip(kwargs, own[len(args) :], strict=True))))
+        values_of_rank = [per_replica[position.rank] for per_replica in spread]
+        calls.append(
+            (tuple(values_of_rank[: len(args)]), dict(zip(kwargs, values_of_rank[len(args) :], strict=True)))
+        )
     collect = partial(
         _collect_dp_proto,
         leaders=[leaders[replica] for replica in range(num_replicas)],
@@ -247,7 +261,10 @@ def _dispatch_rows(
 
 
 def _spread(value: Any, num_replicas: int) -> list[Any]:
-    """What each replica gets. A single one gets the same tensors in containers of its own."""
+    """Return what each replica gets of an argument.
+
+    A single replica gets the same tensors in containers of its own.
+    """
     if isinstance(value, DataProtoFuture):
         return value.chunk(num_replicas) if num_replicas > 1 else [value]
     if not isinstance(value, DataProto):
@@ -258,7 +275,10 @@ def _spread(value: Any, num_replicas: int) -> list[Any]:
 
 
 def _collect_dp_proto(outputs: list[Any], leaders: list[int], num_rows: int, num_padding: int) -> DataProto:
-    """The rows of all replicas without the padding. Outputs without rows (metrics only) are just joined."""
+    """Return the rows of all replicas without the padding.
+
+    Outputs without rows (metrics only) are just joined.
+    """
     outputs = [outputs[rank] for rank in leaders]
     wrong = {type(output).__name__ for output in outputs if not isinstance(output, DataProto)}
     if wrong:
@@ -275,7 +295,7 @@ def _collect_dp_proto(outputs: list[Any], leaders: list[int], num_rows: int, num
 
 
 def _each_its_own(group: Any) -> list[DataPosition]:
-    """The positions of processes that each hold a replica (or a shard of it, but rows of their own)."""
+    """Return the positions of processes that each hold a replica (or a shard, but rows of their own)."""
     return [DataPosition(rank, group.world_size) for rank in range(group.world_size)]
 
 

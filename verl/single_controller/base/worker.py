@@ -1,9 +1,9 @@
 """Worker, the base of every class that runs in the processes of a WorkerGroup.
 
-A worker learns its place from the environment, which its group sets before making it: RANK, WORLD_SIZE,
-LOCAL_RANK, and for more than one process MASTER_ADDR and MASTER_PORT, where a TCPStore runs already in which
-the ranks meet: the group started it, as torchrun would.
-Several workers (actor, critic) may live in one process; they then share its process group.
+A worker learns its place from the environment, which its group sets before making it: RANK, WORLD_SIZE and
+LOCAL_RANK, and for more than one process MASTER_ADDR and MASTER_PORT. A TCPStore runs there already, in which
+the ranks meet: the group has started it, as torchrun would. Several workers (actor, critic) may live in one
+process; they then share its process group.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from verl.single_controller.base.decorator import DataPosition, register
 
 
 class Worker:
-    """One rank of a distributed job. Subclasses call `super().__init__()` first.
+    """One rank of a distributed job; subclasses call `super().__init__()` first.
 
-    `role_classes` names the workers inside a `ColocatedWorker`; empty for all others.
+    Attributes:
+        role_classes: the workers inside a `ColocatedWorker`: role -> class; empty for all others.
+        rank: number of this process among those of its group.
+        world_size: number of processes in the group.
+        local_rank: number of this process on its node.
+        mesh_ranks: mesh -> what `_register_dispatch_collect_info` noted for it.
     """
 
     role_classes: ClassVar[Mapping[str, type[Worker]]] = {}
@@ -36,24 +41,28 @@ class Worker:
 
     @register()
     def data_position(self) -> DataPosition:
-        """Which share of the rows this process works on; here a share of its own. To be overridden by workers
-        of which several hold one replica of a model.
+        """Return which share of the rows this process works on; here it has a share of its own.
+
+        Workers of which several hold one replica of a model override this.
         """
         return DataPosition(self.rank, self.world_size)
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """verl's: notes which rows of a mesh this process works on, and whether its result is collected."""
+        """Note which rows of a mesh this process works on, and whether its result is collected (verl's)."""
         self.mesh_ranks[mesh_name] = (dp_rank, is_collect)
 
     @register()
     def mesh_rank(self, mesh_name: str) -> tuple[int, bool]:
-        """What was noted for a mesh; ValueError if the worker has not registered it."""
+        """Return what was noted for a mesh.
+
+        Raises ValueError if the worker has not registered it.
+        """
         if mesh_name not in self.mesh_ranks:
             raise ValueError(f"no mesh {mesh_name!r}; the worker has registered {list(self.mesh_ranks)}")
         return self.mesh_ranks[mesh_name]
 
     def get_device(self, kind: str) -> torch.device:
-        """This rank's device of a kind, "cpu" or "cuda"."""
+        """Return this rank's device of a kind, "cpu" or "cuda"."""
         if kind == "cpu":
             return torch.device("cpu")
         if not torch.cuda.is_available():
@@ -63,7 +72,7 @@ class Worker:
         return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
     def init_process_group(self, kind: str, timeout_seconds: float = 1800.0) -> torch.device:
-        """Joins torch.distributed (gloo for "cpu", NCCL for "cuda") and returns this rank's device.
+        """Join torch.distributed (gloo for "cpu", NCCL for "cuda") and return this rank's device.
 
         With one process there is no process group to join. A second call, by another worker in the same
         process, changes nothing.
@@ -89,6 +98,9 @@ class Worker:
         return device
 
     def close(self) -> None:
-        """Frees what the process's end would not: called once by the group's `shutdown`. To be extended."""
+        """Free what the end of the process would not free.
+
+        The group's `shutdown` calls this once. Subclasses may extend it.
+        """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -1,10 +1,10 @@
-"""WorkerGroup: the processes of one job, seen from the driver as one object with the worker's methods.
+"""WorkerGroup: the processes of one job, which the driver sees as one object with the worker's methods.
 
     group.compute_values(batch)
       -> dispatch: one (args, kwargs) per rank -> each rank runs the method -> collect: one result
 
-A backend (local.py, ray/, folder.py) says in `_start` how a rank runs a call and in `_resolver` how its value
-is had.
+A backend (local.py, ray/, folder.py) says in `_start` how a rank runs a call, and in `_resolver` how to get
+the call's value.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ PEER_GONE = re.compile(
 
 
 class WorkerFailedError(RuntimeError):
-    """Which rank raised, and its traceback; the cause of the exception that is raised."""
+    """An error that says which rank raised, with its traceback; the cause of the exception that is raised."""
 
 
 class WorkerDiedError(RuntimeError):
-    """The process of a rank, or its node, is gone in the middle of a call or before it.
+    """An error of a rank whose process or node is gone, in the middle of a call or before it.
 
-    Its state is lost: nothing is tried again. Shut the group down and build it anew.
+    The state of the rank is lost, so nothing is tried again. Shut the group down and build it anew.
     """
 
 
 class ConnectionLostError(WorkerDiedError):
-    """A rank lost its connection to another one, and it is not known which process or node is gone."""
+    """An error of a rank that lost its connection to another one, while it is not known which one is gone."""
 
 
 class ClassWithInitArgs:
-    """A Worker class and the arguments to make it with, later and elsewhere."""
+    """A Worker class and the arguments with which to make a worker, later and elsewhere."""
 
     def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
@@ -68,7 +68,7 @@ class ClassWithInitArgs:
 
 
 class ResourcePool:
-    """How many processes run on each node, and whether each has a GPU of its own."""
+    """The number of processes on each node, and whether each has a GPU of its own."""
 
     def __init__(self, process_on_nodes: Sequence[int], use_gpu: bool = False) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
@@ -77,31 +77,36 @@ class ResourcePool:
             )
         self.process_on_nodes = list(process_on_nodes)
         self.use_gpu = use_gpu
-        self.timeout_seconds = 60.0  # how long a worker group waits until a cluster has room for them
+        self.timeout_seconds = 60.0  # how long a worker group waits until the cluster has room
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return sum(self.process_on_nodes)
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(node, rank on that node) of each rank."""
+        """Return (node, rank on that node) of each rank."""
         return [(node, local) for node, count in enumerate(self.process_on_nodes) for local in range(count)]
 
     def variables(self, address: str, port: int) -> list[dict[str, str]]:
-        """The environment of each rank's `Worker`; address and port: of the store in which the ranks meet."""
+        """Return the environment variables of each rank's `Worker`.
+
+        Args:
+            address: address of the store in which the ranks meet.
+            port: port of that store.
+        """
         meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        told = []
+        environments = []
         for rank, (node, local_rank) in enumerate(self.places):
-            place = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank}
-            place["LOCAL_WORLD_SIZE"] = self.process_on_nodes[node]
-            told.append(meeting | {name: str(number) for name, number in place.items()})
-        return told
+            numbers = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank}
+            numbers["LOCAL_WORLD_SIZE"] = self.process_on_nodes[node]
+            environments.append(meeting | {name: str(number) for name, number in numbers.items()})
+        return environments
 
 
 class WorkerGroup:
-    """The driver's handle on the ranks of one worker class; holds its registered methods as attributes."""
+    """The driver's handle on the ranks of one worker class, with its registered methods as attributes."""
 
     def __init__(self, world_size: int, worker_cls: type[Worker], name: str = "", prefix: str = "") -> None:
         self.world_size = world_size
@@ -120,7 +125,7 @@ class WorkerGroup:
         )
 
     def _bind_worker_method(self, worker_cls: type[Worker], prefix: str = "") -> None:
-        """Gives this group the registered methods of a class; the ranks know them as prefix + name."""
+        """Give this group the registered methods of a class; the ranks know them as prefix + name."""
         for name, registration in registered_methods(worker_cls).items():
             if hasattr(self, name):
                 raise ValueError(
@@ -147,17 +152,17 @@ class WorkerGroup:
 
     @cached_property
     def data_positions(self) -> list[DataPosition]:
-        """Where each rank stands among the replicas of the model; asked once, when it is first needed."""
+        """Return each rank's position among the replicas of the model, asked once when first needed."""
         positions: list[DataPosition] = self.data_position()
         return positions
 
     @property
     def dp_size(self) -> int:
-        """Replicas of the model, each of which works on rows of its own."""
+        """Return the number of replicas of the model, each of which works on rows of its own."""
         return self.data_positions[0].size
 
     def mesh_positions(self, mesh_name: str) -> list[DataPosition]:
-        """Where each rank stands in a mesh that the workers have registered; asked once for each mesh."""
+        """Return each rank's position in a mesh that the workers have registered, asked once per mesh."""
         if mesh_name not in self._mesh_positions:
             ranks = self.mesh_rank(mesh_name)
             size = 1 + max(rank for rank, _ in ranks)
@@ -165,7 +170,7 @@ class WorkerGroup:
         return self._mesh_positions[mesh_name]
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Starts any method of the workers on every rank; returns one handle per rank.
+        """Start any method of the workers on every rank; return one handle per rank.
 
         As in verl, arguments go to all ranks, unless each of them is a list with one entry per rank.
         """
@@ -177,25 +182,28 @@ class WorkerGroup:
         return self._start(self._prefix + method_name, calls)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `execute_all_async`, and waits; returns what each rank returned."""
+        """Run any method of the workers on every rank, and return what each rank returns.
+
+        Arguments are those of `execute_all_async`.
+        """
         handles = self.execute_all_async(method_name, *args, **kwargs)
         return self._resolver(self._prefix + method_name)(handles)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """What rank 0 returns."""
+        """Run any method of the workers on rank 0, and return what that returns."""
         name = self._prefix + method_name
         return self._resolver(name)(self._start(name, [(args, kwargs)]))[0]
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
-        """Starts call i on rank i; returns one handle per call."""
+        """Start call i on rank i; return one handle per call."""
         raise NotImplementedError
 
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
-        """A picklable function from handles to values."""
+        """Return a picklable function from handles to values."""
         raise NotImplementedError
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """A group for each of these roles of a colocated worker class, over the same processes."""
+        """Return a group for each of these roles of a colocated worker class, over the same processes."""
         roles = list(prefix_set)
         unknown = [role for role in roles if role not in self.worker_cls.role_classes]
         if unknown:
@@ -205,7 +213,7 @@ class WorkerGroup:
         return {role: RoleGroup(self, role) for role in roles}
 
     def shutdown(self) -> None:
-        """Ends the ranks, of all roles if they are colocated. A second call does nothing."""
+        """End the ranks, of all roles if they are colocated; a second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> WorkerGroup:
@@ -233,12 +241,12 @@ class RoleGroup(WorkerGroup):
 
 
 def method_prefix(role: str) -> str:
-    """What stands before the name of a role's method in a colocated class."""
+    """Return what stands before the name of a role's method in a colocated class."""
     return f"{role}_"
 
 
 def materialize(call: Call) -> Call:
-    """The call with each DataProtoFuture argument replaced by its value."""
+    """Return the call with each DataProtoFuture argument replaced by its value."""
 
     def value(argument: Any) -> Any:
         return argument.get() if isinstance(argument, DataProtoFuture) else argument
@@ -248,21 +256,21 @@ def materialize(call: Call) -> Call:
 
 
 def run_method(worker: Worker, method: str, call: Call) -> Any:
-    """Runs a method of a worker in its process; an `async def` method to its end."""
+    """Run a method of a worker in its process, an `async def` method to its end."""
     args, kwargs = call
     result = getattr(worker, method)(*args, **kwargs)
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 class ColocatedWorker(Worker):
-    """One worker per role, made in the order given, in one process: see `create_colocated_worker_cls`."""
+    """One worker per role, made in the order given, in one process; see `create_colocated_worker_cls`."""
 
     def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
         super().__init__()
         self.workers = {role: cls_with_init() for role, cls_with_init in roles.items()}
 
     def close(self) -> None:
-        """Closes the workers, the last one first."""
+        """Close the workers, the last one first."""
         for worker in reversed(self.workers.values()):
             worker.close()
 
@@ -275,11 +283,11 @@ def _forward(role: str, name: str) -> Callable[..., Any]:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
-    """A worker class that holds one worker of each role, with its arguments.
+    """Return a worker class that holds one worker of each role, with its arguments.
 
-    {"actor": ClassWithInitArgs(A, ..), "critic": ClassWithInitArgs(C, ..)} -> a class with the methods
-    actor_update, critic_update, ...; a group over it gives by `spawn(["actor", "critic"])` one group for each
-    role, with the methods' own names.
+    {"actor": ClassWithInitArgs(A, ..), "critic": ClassWithInitArgs(C, ..)} becomes a class with the methods
+    actor_update, critic_update, ... The method `spawn(["actor", "critic"])` of a group over it returns one
+    group for each role, with the methods' own names.
     """
     if not class_dict:
         raise ValueError("at least one role is needed")

@@ -1,4 +1,4 @@
-"""The Ray backend. Importing it imports ray, after its settings (environment.py) have been made."""
+"""The Ray backend; importing it imports ray, after its settings (environment.py) have been made."""
 
 from verl.single_controller.base import create_colocated_worker_cls
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup

@@ -1,11 +1,11 @@
-"""RayWorkerGroup: each rank is a Ray actor, in a process of its own; RayResourcePool: where these go.
+"""RayWorkerGroup, whose ranks are Ray actors, each in its own process, and RayResourcePool, their place.
 
     driver                              actor of rank i
     group.update(batch) -- chunk i ---> worker.update(chunk i)     ranks talk by torch.distributed
                         <-- result i --
 
 A call that fails raises the worker's own exception here, caused by a WorkerFailedError with the rank and the
-remote traceback. A process that died raises WorkerDiedError, which names it (failures.py); nothing is tried
+remote traceback. A process that died raises WorkerDiedError, which names it (failures.py). Nothing is tried
 again, since a new process would have lost its state: shut the group down and build it anew
 (verl/trainer/restarts.py).
 """
@@ -42,14 +42,15 @@ from verl.single_controller.ray.environment import (
 from verl.single_controller.ray.failures import RankPlace, resolve_refs
 
 _SECONDS_TO_CLOSE = 5.0
-_SECONDS_TO_WAIT_SILENTLY = 5.0  # for room in the cluster
+_SECONDS_TO_WAIT_SILENTLY = 5.0  # how long to wait for room in the cluster before a line says so
 
 
 class RayResourcePool(ResourcePool):
-    """`process_on_nodes[i]` processes on the i-th of as many different nodes.
+    """A pool of `process_on_nodes[i]` processes on the i-th of as many different nodes.
 
     Each process reserves `num_cpus_per_process` of Ray's CPU count (a share, so that a machine of two cores
-    can host several) and, with `use_gpu`, one GPU of its own.
+    can host several) and, with `use_gpu`, one GPU of its own. `name_prefix` and `max_colocate_count` are
+    verl's and have no effect.
     """
 
     def __init__(
@@ -61,27 +62,29 @@ class RayResourcePool(ResourcePool):
         name_prefix: str = "",
         max_colocate_count: int = 1,
     ) -> None:
-        """`name_prefix` and `max_colocate_count` are verl's and change nothing."""
         super().__init__(process_on_nodes, use_gpu)
         self.num_cpus_per_process = num_cpus_per_process
 
     def create_placement_group(self) -> PlacementGroup:
-        """Reserves one bundle per node. ValueError if the cluster has no room within the timeout."""
+        """Reserve one bundle per node.
+
+        Raises ValueError if the cluster has no room within the timeout.
+        """
         bundles = [
             {"CPU": self.num_cpus_per_process * count} | ({"GPU": float(count)} if self.use_gpu else {})
             for count in self.process_on_nodes
         ]
         group = placement_group(bundles, strategy="STRICT_SPREAD")
-        wanted = f"one node each with {bundles}"
+        demand = f"one node each with {bundles}"
         if group.wait(min(_SECONDS_TO_WAIT_SILENTLY, self.timeout_seconds)):
             return group
-        print(f"waiting up to {self.timeout_seconds:g} s until the Ray cluster has {wanted}", flush=True)
+        print(f"waiting up to {self.timeout_seconds:g} s until the Ray cluster has {demand}", flush=True)
         if not group.wait(max(self.timeout_seconds - _SECONDS_TO_WAIT_SILENTLY, 0.0)):
             remove_placement_group(group)
-            free = {key: n for key, n in ray.available_resources().items() if key in ("CPU", "GPU")}
+            free = {key: amount for key, amount in ray.available_resources().items() if key in ("CPU", "GPU")}
             num_nodes = sum(node["Alive"] for node in ray.nodes())
             raise ValueError(
-                f"no room in the Ray cluster after {self.timeout_seconds:g} s: the run needs {wanted}, and "
+                f"no room in the Ray cluster after {self.timeout_seconds:g} s: the run needs {demand}, and "
                 f"there are {num_nodes} nodes with {free} free in all. Lower trainer.n_gpus_per_node or "
                 "trainer.nnodes, end what holds the rest, or let others join (scripts/ray_node.sh)."
             )
@@ -89,7 +92,10 @@ class RayResourcePool(ResourcePool):
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """As its base; a class decorated by `ray.remote` is taken too, and used as the plain class it was."""
+    """A Worker class with its arguments, which may be decorated by `ray.remote`.
+
+    A decorated class is used as the plain class that it was.
+    """
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         is_actor_class = isinstance(cls, ray.actor.ActorClass)
@@ -98,10 +104,13 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 class RankProcess:
-    """The actor: makes the worker and runs its methods, one at a time, in the order they were called."""
+    """The actor, which makes the worker and runs its methods, one at a time, in the order of the calls."""
 
     def locate(self) -> RankPlace:
-        """Where this rank lives; all ranks meet in rank 0's store, whose port the system picks."""
+        """Return where this rank lives, and start its store; all ranks meet in the store of rank 0.
+
+        The system picks the port of the store.
+        """
         address = ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -122,7 +131,14 @@ class RankProcess:
 
 
 class RayWorkerGroup(WorkerGroup):
-    """A worker class on every process of a pool."""
+    """A worker class on every process of a pool.
+
+    Args:
+        resource_pool: the processes; a plain pool is taken as a `RayResourcePool`.
+        ray_cls_with_init: the worker class with its arguments.
+        name_prefix: the group's name in messages.
+        device_name: has no effect; the pool says what the device is.
+    """
 
     def __init__(
         self,
@@ -132,16 +148,15 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str = "",
         device_name: str = "",
     ) -> None:
-        """`name_prefix`: the group's name in messages. `device_name` has no effect: the pool says."""
         super().__init__(resource_pool.world_size, ray_cls_with_init.cls, name_prefix)
         if not isinstance(resource_pool, RayResourcePool):
             resource_pool = RayResourcePool(resource_pool.process_on_nodes, resource_pool.use_gpu)
         self._actors: list[Any] = []
         self._rank_places: list[RankPlace] = []
-        place = resource_pool.create_placement_group()
-        self._placement_group: PlacementGroup | None = place
+        placement = resource_pool.create_placement_group()
+        self._placement_group: PlacementGroup | None = placement
         try:
-            self._actors = self._create_actors(resource_pool, place)
+            self._actors = self._create_actors(resource_pool, placement)
             self._make_workers(resource_pool, ray_cls_with_init)
         except BaseException:  # also an interrupt: no process may stay behind
             self.shutdown()
@@ -167,10 +182,12 @@ class RayWorkerGroup(WorkerGroup):
         self._rank_places = self._resolver("its start")([actor.locate.remote() for actor in self._actors])
         several_nodes = len({place.node for place in self._rank_places}) > 1
         first = self._rank_places[0]
-        places = pool.variables(first.address, first.port)
+        environments = pool.variables(first.address, first.port)
         refs = []
-        for actor, place in zip(self._actors, places, strict=True):
-            refs.append(actor.make_worker.remote(cls_with_init, secret_variables() | place, several_nodes))
+        for actor, variables in zip(self._actors, environments, strict=True):
+            refs.append(
+                actor.make_worker.remote(cls_with_init, secret_variables() | variables, several_nodes)
+            )
         self._resolver("__init__")(refs)
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
@@ -182,10 +199,10 @@ class RayWorkerGroup(WorkerGroup):
         return partial(resolve_refs, group=self.name, method=method, places=self._rank_places)
 
     def shutdown(self) -> None:
-        """Lets each worker close (a few seconds at most), then ends the processes and frees their places."""
+        """Let each worker close (a few seconds at most), then end the processes and free their places."""
         actors = self._actors
         self._actors = []
-        place = self._placement_group
+        placement = self._placement_group
         self._placement_group = None
         if not ray.is_initialized():  # the session ended first, and the actors with it
             return
@@ -194,12 +211,15 @@ class RayWorkerGroup(WorkerGroup):
             ray.wait(closing, num_returns=len(closing), timeout=_SECONDS_TO_CLOSE)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-        if place is not None:
-            remove_placement_group(place)
+        if placement is not None:
+            remove_placement_group(placement)
 
 
 def _thread_settings(pool: RayResourcePool) -> dict[str, str]:
-    """One thread per CPU process: with more busy threads than cores they are 3 to 5 times slower."""
+    """Return variables for one thread per CPU process.
+
+    With more busy threads than cores, processes are 3 to 5 times slower.
+    """
     threads = os.environ.get("OMP_NUM_THREADS")
     if not pool.use_gpu and max(pool.process_on_nodes) > 1:
         return {"OMP_NUM_THREADS": threads or "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}

@@ -1,4 +1,4 @@
-"""Which environment variables a worker gets, and from where.
+"""The environment variables that a worker gets, and where they come from.
 
     driver's environment --(CARRIED)------> runtime environment of each actor, set before its Python starts
                          --(SECRETS)------> the call that makes the worker: in no log of Ray's
@@ -6,8 +6,8 @@
     node's environment   -----------------> whatever the driver has not set
     node's address       -----------------> GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, unless set
 
-A worker inherits from the process that was started on its node (`ray start`), not from the driver. What a run
-depends on is therefore carried by name. CUDA_VISIBLE_DEVICES is Ray's to set.
+A worker inherits from the process that was started on its node (`ray start`), not from the driver. Variables
+on which a run depends are therefore carried by name. CUDA_VISIBLE_DEVICES is Ray's to set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # actors run in the driver's environment, not in one that uv makes
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # when one rank dies, the others' errors say nothing more
 }
-for _name, _value in RAY_SETTINGS.items():  # when Ray is imported, after this file, it reads some of them
+# Ray reads some of them when it is imported, after this file.
+for _name, _value in RAY_SETTINGS.items():
     os.environ.setdefault(_name, _value)
 
 # Carried by name: the hub's cache, proxies and their certificates, collectives, vLLM, CUDA, threads.
@@ -41,37 +42,39 @@ DRIVER_ONLY = ("WANDB_API_KEY",)
 
 
 def carried_variables() -> dict[str, str]:
-    """What the driver has set of those that workers need, without secrets."""
+    """Return the variables of the driver that workers need, without secrets."""
     secrets = secret_variables()
     carried = {name: value for name, value in os.environ.items() if CARRIED.fullmatch(name)}
     return {name: value for name, value in carried.items() if name not in secrets}
 
 
 def secret_variables() -> dict[str, str]:
-    """What the driver has set of the secrets that workers need."""
+    """Return the secrets of the driver that workers need."""
     return {name: value for name, value in os.environ.items() if SECRETS.fullmatch(name)}
 
 
 def import_path() -> str:
-    """The folders beside Python's own from which the driver imports: actors find the same modules."""
-    own = (sys.prefix, sys.base_prefix)
-    return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if not folder.startswith(own))
+    """Return the folders beside Python's own from which the driver imports, so that actors do too."""
+    python_folders = (sys.prefix, sys.base_prefix)
+    return os.pathsep.join(
+        os.path.abspath(folder) for folder in sys.path if not folder.startswith(python_folders)
+    )
 
 
 def card_of_address(address: str) -> str | None:
-    """Name of this machine's network card that has an IPv4 address, e.g. "eth0"; None if none has it."""
+    """Return the name of this machine's network card with this IPv4 address, such as "eth0", or None."""
     cards = psutil.net_if_addrs().items()
-    return next((card for card, known in cards if address in (one.address for one in known)), None)
+    return next((card for card, entries in cards if address in (entry.address for entry in entries)), None)
 
 
 def collective_variables(address: str) -> dict[str, str]:
-    """Makes gloo and NCCL meet on the card that Ray uses on this node; what is set already stays.
+    """Return variables that make gloo and NCCL meet on the network card that Ray uses on this node.
 
-    Left alone, gloo takes the card that the host's name resolves to (on many systems the loopback), and NCCL
-    any that is up.
+    Variables that are set already are left out, so that they stay. By default gloo takes the card to which
+    the host's name resolves (on many systems the loopback), and NCCL any card that is up.
     """
     card = card_of_address(address)
     if card is None or card == "lo":
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}"}  # "=": this name exactly
-    return {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    variables = {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}"}  # "=": this name exactly
+    return {name: value for name, value in variables.items() if not os.environ.get(name)}

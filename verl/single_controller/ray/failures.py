@@ -4,7 +4,7 @@
                                       -> an error:  wait a little for a death that explains it -> raise
 
 A rank that dies leaves the others in a collective that never ends. They hold nothing up here: the first rank
-that is known to be gone ends the call, and the group is shut down by whoever gets the error.
+that is known to be gone ends the call, and whoever gets the error shuts the group down.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from verl.single_controller.ray.session import last_lines_seen
 
 _SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explains the errors of the others
 _SECONDS_TO_MISS_A_NODE = 40.0  # after an error of the network: Ray notices the loss of a node by its silence
-_SECONDS_FOR_LAST_LINES = 1.0  # that what a process wrote takes to the driver
+_SECONDS_FOR_LAST_LINES = 1.0  # how long what a process wrote takes to reach the driver
 _LONGEST_LINE = 300
 _LONGEST_ERROR = 600
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank lives: its process; its node's name, IP address and id in Ray; the port of its store."""
+    """The place of a rank: its process; its node's name, IP address and id in Ray; the port of its store."""
 
     pid: int
     host: str
@@ -45,15 +45,20 @@ class RankPlace:
 
 
 def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[RankPlace] = ()) -> list[Any]:
-    """The values of one call's object references, of rank 0, 1, ...; raises at the first error of any rank.
-    places: of the ranks, as far as they are known.
+    """Return the values of one call's object references; raise at the first error of any rank.
+
+    Args:
+        refs: the references of rank 0, 1, ...
+        group: name of the worker group, for messages.
+        method: name of the method, for messages.
+        places: where the ranks live, as far as that is known.
     """
     pending = list(refs)
     values = {}
     errors = dict[Any, Exception]()
 
     def wait(timeout: float | None) -> list[Any]:
-        """Fetches what comes next; returns the references that are still out."""
+        """Fetch what comes next; return the references that are still out."""
         if not ray.is_initialized():  # Ray would start again for a thread that outlives the run
             raise RuntimeError("Ray has been shut down.")
         ready, still_out = ray.wait(pending, num_returns=1, timeout=timeout)
@@ -70,8 +75,8 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
         return [values[ref] for ref in refs]
     lost_peer = any(_peer_gone(error) for error in errors.values())
     end = time.monotonic() + (_SECONDS_TO_MISS_A_NODE if lost_peer else _SECONDS_FOR_OTHER_RANKS)
-    while pending and not any(map(_is_death, errors.values())) and (left := end - time.monotonic()) > 0:
-        pending = wait(left)
+    while pending and not any(map(_is_death, errors.values())) and (remaining := end - time.monotonic()) > 0:
+        pending = wait(remaining)
     rank = min((refs.index(ref) for ref in errors), key=lambda r: not _is_death(errors[refs[r]]))
     error = errors[refs[rank]]
     who = f"rank {rank} of worker group {group!r}"
@@ -98,7 +103,7 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
 
 
 def _is_death(error: Exception) -> bool:
-    if isinstance(error, RayTaskError):  # of a future that a worker waited for
+    if isinstance(error, RayTaskError):  # the death of the rank whose future a worker waited for
         return isinstance(error.cause, WorkerDiedError)
     return isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError | ObjectLostError)
 
@@ -108,23 +113,30 @@ def _peer_gone(error: Exception) -> bool:
 
 
 def describe_death(who: str, place: RankPlace | None, method: str, error: BaseException) -> str:
-    """Names a dead rank (`who`) in a line: where it lived (None if it died before it could say) and why Ray
-    takes it for dead; below, its last lines.
+    """Describe a dead rank in a line, with its last lines below.
+
+    The line names the rank, where it lived, and why Ray takes it for dead.
+
+    Args:
+        who: the rank, in words.
+        place: where it lived; None if it died before it could say.
+        method: the method that was called.
+        error: Ray's error.
     """
     if place is None:
         return f"{who} died during {method}: {_in_one_line(error)}"
     time.sleep(_SECONDS_FOR_LAST_LINES)
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     node = nodes.get(place.node, {"Alive": False})
-    why = _in_one_line(error)
+    reason = _in_one_line(error)
     if not node["Alive"]:
-        why = f"its node is lost ({node.get('DeathReasonMessage') or 'Ray says it is dead'})"
-    head = f"{who} died during {method} (node {place.host}, {place.address}, pid {place.pid}): {why}"
+        reason = f"its node is lost ({node.get('DeathReasonMessage') or 'Ray says it is dead'})"
+    head = f"{who} died during {method} (node {place.host}, {place.address}, pid {place.pid}): {reason}"
     lines = [f"    | {line[:_LONGEST_LINE]}" for line in last_lines_seen(place.address, place.pid)]
     return "\n".join([f"{head} Its last lines:", *lines]) if lines else head
 
 
 def _in_one_line(error: BaseException) -> str:
-    """What an error says, without the ids and addresses that stand before Ray's reason."""
+    """Return what an error says, without the ids and addresses that stand before Ray's reason."""
     text = " ".join(str(error).split()).split(" If the process was killed by the kernel")[0]
     return re.sub(r"^The actor died.*?(?=The actor (?:is dead|died) because)", "", text)[:_LONGEST_ERROR]

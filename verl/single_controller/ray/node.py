@@ -5,8 +5,9 @@
                                            was cut off or its Ray processes died, join anew
     SIGTERM, SIGINT -> the Ray processes of this node end, then this one
 
-A node that was cut off for longer than the health check allows is dead for the cluster: its Ray processes end
-as soon as they hear so, with the workers on them. Only a new start brings it back, with nothing left on it.
+A node that was cut off for longer than the health check allows is dead for the cluster. Its Ray processes,
+and the workers on them, end as soon as they hear of it. Only a new start brings the node back, with nothing
+left on it.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ _SECONDS_TO_END = 20.0
 
 
 class Stopped(Exception):
-    """A signal asked this node to end."""
+    """An error that says by which signal this node was asked to end."""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    for other in _SIGNALS:  # once is enough: what ends the node's processes must not be interrupted
-        signal.signal(other, signal.SIG_IGN)
+    for signal_number in _SIGNALS:  # once is enough: what ends the node's processes must not be interrupted
+        signal.signal(signal_number, signal.SIG_IGN)
     raise Stopped(signal.Signals(number).name)
 
 
 def ray_command(options: argparse.Namespace, more: list[str]) -> list[str]:
-    """The `ray start` of this node; `more` are arguments of the user's, which come last and win."""
+    """Return the `ray start` of this node; `more` are the user's arguments, which come last and win."""
     temp_dir, note = choose_temp_dir()
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
@@ -65,7 +66,10 @@ def ray_command(options: argparse.Namespace, more: list[str]) -> list[str]:
 
 
 def run_node(command: list[str]) -> int:
-    """The node's Ray processes, until they end; ends them when a signal comes. Returns their exit status."""
+    """Run the node's Ray processes until they end, and return their exit status.
+
+    When a signal comes, the processes are ended.
+    """
     node = subprocess.Popen(command, start_new_session=True)  # signals come to us, and we end it
     try:
         return node.wait()
@@ -80,17 +84,20 @@ def run_node(command: list[str]) -> int:
 
 
 def wait_for_head(head: str) -> None:
-    """Until a head node answers there. ValueError only for an address that can't be one."""
-    said = False
+    """Wait until a head node answers there.
+
+    Raises ValueError only for an address that can't be one of a head node.
+    """
+    is_announced = False
     while True:
         try:
             return check_address(head)
         except ValueError as error:
             if not isinstance(error.__cause__, OSError):
                 raise
-            if not said:
+            if not is_announced:
                 print(f"waiting for the head node at {head}: {error.__cause__}", flush=True)
-                said = True
+                is_announced = True
         time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
@@ -105,7 +112,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--address", help="this node's address, if it has several network cards")
     parser.add_argument("--port", type=int, help="head: where it listens; default: 6379")
     parser.add_argument("--head", help="worker: host:port of the head node; default: RAY_ADDRESS")
-    options, more = parser.parse_known_args(argv)
+    options, ray_arguments = parser.parse_known_args(argv)
     if (options.head if options.kind == "head" else options.port) is not None:
         parser.error("--port is for a head, where it listens; --head is for a worker, which joins it there")
     address = options.address or ""
@@ -118,17 +125,17 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options.head = options.head or os.environ.get("RAY_ADDRESS")
     if options.kind == "worker" and not options.head:
         parser.error("a worker needs --head host:port, or RAY_ADDRESS")
-    return options, more
+    return options, ray_arguments
 
 
 def main(argv: list[str]) -> int:
-    options, more = _arguments(argv)
+    options, ray_arguments = _arguments(argv)
     for name, value in _NODE_SETTINGS.items():
         os.environ.setdefault(name, value)
     for number in _SIGNALS:
         signal.signal(number, _stop)
     try:
-        command = ray_command(options, more)
+        command = ray_command(options, ray_arguments)
         if options.kind == "head":
             os.environ.pop("RAY_ADDRESS", None)  # `ray start --head` refuses to start with it
             return run_node(command)

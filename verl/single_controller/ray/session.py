@@ -1,11 +1,11 @@
-"""init_ray: a Ray runtime for the time of a run: the cluster at RAY_ADDRESS, or one on this machine.
+"""init_ray, a Ray runtime for the time of a run: the cluster at RAY_ADDRESS, or one on this machine.
 
     RAY_ADDRESS=host:port   the cluster whose head node listens there
     RAY_ADDRESS=auto        the cluster that a node on this machine belongs to
     unset                   a cluster of this machine alone, started here and ended with the run
 
-The driver runs where it was started, and that machine must be a node of the cluster: Ray reaches its driver
-through the node's own processes. What is wrong with an address is said within seconds, in one line.
+The driver runs where it was started. That machine must be a node of the cluster, since Ray reaches its driver
+through the node's own processes. If an address is wrong, a line says why within seconds.
 
 Ray keeps its sockets, logs and spilled objects on a local file system, by a short path (`choose_temp_dir`):
 sockets and file locks fail or hang on a network file system, and a socket's path has at most 107 bytes.
@@ -46,18 +46,18 @@ NETWORK_FILE_SYSTEMS = re.compile(
     r"fuse\.(glusterfs|sshfs|ceph|s3fs|gcsfuse)"
 )
 LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-# 107 bytes less what Ray appends
+# Bytes: the 107 that a socket's path has at most, less what Ray appends.
 LONGEST_FOLDER = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99")
 
 
 class RaySession:
-    """A `with` block (or a `finally: session.shutdown()`) around the use of Ray."""
+    """A session of Ray, to be ended by a `with` block or by `finally: session.shutdown()`."""
 
     def __init__(self, owned: bool) -> None:
         self._owned = owned
 
     def shutdown(self) -> None:
-        """Disconnects; a cluster that `init_ray` started ends. A second call does nothing."""
+        """Disconnect, and end a cluster that `init_ray` started; a second call does nothing."""
         if self._owned:
             self._owned = False
             ray.shutdown()
@@ -70,12 +70,18 @@ class RaySession:
 
 
 def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySession:
-    """Connects to the cluster at RAY_ADDRESS if that is set, else starts one on this machine.
+    """Connect to the cluster at RAY_ADDRESS if that is set, or else start one on this machine.
 
-    `num_cpus` is what a cluster started here offers (None: the cores of the machine); it is a count for
-    scheduling, processes may be more. `log_to_driver` shows the actors' output here. If the process is
-    connected already, that connection is used and left open. ValueError: nobody answers at RAY_ADDRESS, this
-    machine is no node of that cluster, or Ray finds no place for its files.
+    If the process is connected already, that connection is used and left open.
+
+    Args:
+        num_cpus: CPUs that a cluster started here offers; None for the cores of the machine. It is a count
+            for scheduling; processes may be more.
+        log_to_driver: whether the actors' output is shown here.
+
+    Raises:
+        ValueError: if nobody answers at RAY_ADDRESS, this machine is no node of that cluster, or Ray finds no
+            place for its files.
     """
     if ray.is_initialized():
         return RaySession(owned=False)
@@ -93,12 +99,13 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
         advice = _ADVICE
         if address != "auto":
             check_address(address)
-    answer_to_sigterm = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own, which ends the program
+    # Ray sets a handler of its own, which ends the program.
+    answer_to_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING, **options)
-    except Exception as error:  # no cluster, one of another version, or processes that don't come up in time
-        what = "Ray did not start on this machine" if address == "local" else f"RAY_ADDRESS={address}"
-        raise ValueError(f"{what}: {' '.join(str(error).split())} {advice}.") from error
+    except Exception as error:  # no cluster, one of another version, or processes that don't start in time
+        failure = "Ray did not start on this machine" if address == "local" else f"RAY_ADDRESS={address}"
+        raise ValueError(f"{failure}: {' '.join(str(error).split())} {advice}.") from error
     finally:
         if callable(answer_to_sigterm) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, answer_to_sigterm)
@@ -108,7 +115,7 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
 
 
 def check_address(address: str) -> None:
-    """Whether a Ray head node answers at host:port. ValueError with the reason if not."""
+    """Raise ValueError, with the reason, if no Ray head node answers at host:port."""
     if address.startswith("ray://"):
         raise ValueError(
             f"RAY_ADDRESS={address} is for Ray Client, whose driver stands outside of the cluster. Start the "
@@ -133,11 +140,12 @@ def check_address(address: str) -> None:
 
 
 def list_nodes(address: str) -> list[Any]:
-    """Ray's record of each node of the cluster at host:port, dead ones too (state: 0 is alive). ValueError:
-    no Ray head node answers there.
+    """Return Ray's record of each node of the cluster at host:port, dead ones too (state: 0 is alive).
+
+    Raises ValueError if no Ray head node answers there.
     """
     check_address(address)
-    # the client that `ray status` uses; there is no public one
+    # This is the client that `ray status` uses; there is no public one.
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     try:
@@ -150,12 +158,12 @@ _LAST_LINES: dict[tuple[str, int], deque[str]] = defaultdict(lambda: deque(maxle
 
 
 def last_lines_seen(address: str, pid: int) -> list[str]:
-    """The last lines that a process of the cluster wrote, as far as they have come to this driver."""
+    """Return the last lines that a process of the cluster wrote, as far as this driver has received them."""
     return list(_LAST_LINES.get((address, pid), ()))
 
 
 def _keep_last_lines() -> None:
-    """Keep the end of what each process writes: of a node that is lost it is all that can be had."""
+    """Keep the end of what each process writes: it is all that can be had of a node that is lost."""
     from ray._private import ray_logging  # where the driver prints the actors' output; nothing public has it
 
     def keep(data: dict[str, Any]) -> None:
@@ -166,17 +174,24 @@ def _keep_last_lines() -> None:
 
 
 def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None:
-    """Why Ray can't work below `folder`; None if it can. `mounts`: lines of /proc/mounts."""
+    """Return why Ray can't work below `folder`, or None if it can.
+
+    Args:
+        folder: the folder.
+        mounts: lines of /proc/mounts; None for those of this machine.
+    """
     if mounts is None:
         table = Path("/proc/mounts")
         mounts = table.read_text().splitlines() if table.exists() else []
-    real = os.path.realpath(folder) + "/"
-    every = [
+    real_path = os.path.realpath(folder) + "/"
+    all_mounts = [
         (point.replace("\\040", " "), kind) for _, point, kind in (line.split(" ")[:3] for line in mounts)
     ]
-    holding = [(point, kind) for point, kind in every if real.startswith(point.rstrip("/") + "/")]
-    # of several at one point the last counts, such as what autofs mounted over itself
-    kind = max(reversed(holding), key=lambda mount: len(mount[0]))[1] if holding else ""
+    mounts_above = [
+        (point, kind) for point, kind in all_mounts if real_path.startswith(point.rstrip("/") + "/")
+    ]
+    # Of several mounts at one point the last counts, such as what autofs mounted over itself.
+    kind = max(reversed(mounts_above), key=lambda mount: len(mount[0]))[1] if mounts_above else ""
     if NETWORK_FILE_SYSTEMS.fullmatch(kind):
         return f"is on a network file system ({kind}), where Ray's sockets and locks don't work"
     if len(os.fsencode(os.path.abspath(folder))) > LONGEST_FOLDER:
@@ -187,20 +202,26 @@ def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None
 
 
 def choose_temp_dir(mounts: Sequence[str] | None = None) -> tuple[str, str | None]:
-    """Ray's own folder on this machine, and a line to say if it is not where TMPDIR points.
+    """Return Ray's own folder on this machine, and a line to print if it is not where TMPDIR points.
 
-    RAY_TMPDIR is the user's word; TMPDIR is used if Ray can work there, else /tmp, /var/tmp or /dev/shm.
-    ValueError: RAY_TMPDIR can't be used, or nothing can.
+    RAY_TMPDIR is always used if it is set. TMPDIR is used if Ray can work there, or else /tmp, /var/tmp or
+    /dev/shm.
+
+    Args:
+        mounts: lines of /proc/mounts; None for those of this machine.
+
+    Raises:
+        ValueError: if RAY_TMPDIR can't be used, or no folder can.
     """
-    wanted = os.environ.get("RAY_TMPDIR")
-    usual = wanted or os.environ.get("TMPDIR") or LOCAL_FOLDERS[0]
-    why = trouble_with(usual, mounts)
-    if why is None:
+    ray_tmpdir = os.environ.get("RAY_TMPDIR")
+    usual = ray_tmpdir or os.environ.get("TMPDIR") or LOCAL_FOLDERS[0]
+    reason = trouble_with(usual, mounts)
+    if reason is None:
         return os.path.join(usual, "ray"), None
     advice = "Set RAY_TMPDIR to a folder on a local disk with a short path, such as /tmp."
-    if wanted:
-        raise ValueError(f"RAY_TMPDIR={wanted} {why}. {advice}")
+    if ray_tmpdir:
+        raise ValueError(f"RAY_TMPDIR={ray_tmpdir} {reason}. {advice}")
     for folder in LOCAL_FOLDERS:
         if trouble_with(folder, mounts) is None:
-            return os.path.join(folder, "ray"), f"Ray works in {folder}/ray: {usual} {why}"
-    raise ValueError(f"{usual} {why}, and {', '.join(LOCAL_FOLDERS)} can't be used either. {advice}")
+            return os.path.join(folder, "ray"), f"Ray works in {folder}/ray: {usual} {reason}"
+    raise ValueError(f"{usual} {reason}, and {', '.join(LOCAL_FOLDERS)} can't be used either. {advice}")

@@ -1,8 +1,8 @@
-"""Mistakes in a configuration that only the algorithms, or the models' config.json, can tell; and notes.
+"""Checks of a configuration that only the algorithms, or the models' config.json, can make; and notes.
 
-`validate` is all that is checked before anything starts: the schema, the keys against each other
-(`verl.config`), and what is here. Each mistake is a ValueError with what was found, what was expected and
-what to do.
+`validate` makes all checks that come before anything starts: the schema, the keys against each other
+(`verl.config`), and the checks of this module. Each mistake is a ValueError that says what was found, what
+was expected and what to do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ _TEACHER = "actor_rollout_ref.teacher.path"
 
 
 def validate(config: Config, *, format_reward: bool = False) -> None:
-    """Check a whole configuration; returns silently when it can run.
+    """Check a whole configuration; return silently when it can run.
 
-    format_reward: the program is `main_ppo_format`, which reads the format scores. ValueError: the first
-    mistake found.
+    Args:
+        config: the whole configuration.
+        format_reward: whether the program is `main_ppo_format`, which reads the format scores.
+
+    Raises:
+        ValueError: for the first mistake that is found.
     """
     check_config(config, format_reward=format_reward)
     passes = Passes(config)
@@ -42,31 +46,33 @@ def validate(config: Config, *, format_reward: bool = False) -> None:
     for name in (ACTOR, "critic") if passes.values else (ACTOR,):
         if at(config, name).ppo_mini_batch_size * rollout.n > rows and not config.trainer.val_only:
             keys = f"{name}.ppo_mini_batch_size {ROLLOUT}.n data.train_batch_size"
-            why = f", but a step has {rows} trajectories; expected at most {rows // rollout.n}."
-            raise refusal(config, keys, why)
+            reason = f", but a step has {rows} trajectories; expected at most {rows // rollout.n}."
+            raise refusal(config, keys, reason)
     if passes.values:
         check_model("critic.model.path", config.critic.model.path)
     if passes.teacher:
         check_model(_TEACHER, config.actor_rollout_ref.teacher.path)
     check_megatron(config, passes)
-    if not config.trainer.dry_run:  # the machine that it is for may have it
+    if not config.trainer.dry_run:  # the machine that the run is for may have vLLM
         check_vllm_is_there(config)
 
 
 def settings_without_effect(config: Config) -> list[str]:
-    """A line for each key that is set to something else than its default and has no meaning beside the
-    others, and for an aggregation that the loss is not meant for.
+    """Return a line for each setting without effect, and for an aggregation that the loss is not meant for.
+
+    A setting has no effect if its key is set to something else than its default and has no meaning beside the
+    others.
     """
     actor = config.actor_rollout_ref.actor
     trainer = config.trainer
-    unread: dict[str, str] = {}  # key -> why
+    unread: dict[str, str] = {}  # key -> reason why it has no effect
     if actor.use_dynamic_bsz:
-        why = f"passes are formed by tokens. Set {ACTOR}.use_dynamic_bsz=false."
+        reason = f"passes are formed by tokens. Set {ACTOR}.use_dynamic_bsz=false."
         blocks = (f"{ACTOR}.ppo", f"{REF}.log_prob", f"{ROLLOUT}.log_prob", "critic.ppo")
-        unread |= {f"{block}_micro_batch_size_per_gpu": why for block in blocks}
+        unread |= {f"{block}_micro_batch_size_per_gpu": reason for block in blocks}
     else:
-        why = f"passes are formed by rows. Set {ACTOR}.use_dynamic_bsz=true."
-        unread |= {f"{block}.ppo_max_token_len_per_gpu": why for block in (ACTOR, "critic")}
+        reason = f"passes are formed by rows. Set {ACTOR}.use_dynamic_bsz=true."
+        unread |= {f"{block}.ppo_max_token_len_per_gpu": reason for block in (ACTOR, "critic")}
     mode = actor.policy_loss.loss_mode
     if ":" not in mode:  # a loss of the user's own may read any of them
         read_by: dict[str, list[str]] = {}
@@ -81,37 +87,37 @@ def settings_without_effect(config: Config) -> list[str]:
     if actor.loss_agg_mode != "seq-mean-token-sum-norm":
         unread[f"{ACTOR}.loss_scale_factor"] = "it is for loss_agg_mode seq-mean-token-sum-norm."
     if actor.strategy == "megatron":
-        why = "megatron-core cuts a model as the megatron block says, and shards no weights."
-        unread |= {f"{ACTOR}.fsdp_config.{key}": why for key in ("fsdp_size", "reshard_after_forward")}
+        reason = "megatron-core cuts a model as the megatron block says, and shards no weights."
+        unread |= {f"{ACTOR}.fsdp_config.{key}": reason for key in ("fsdp_size", "reshard_after_forward")}
     has_one_process = trainer.nnodes * trainer.n_gpus_per_node == 1
     if trainer.backend == "local" or (trainer.backend == "auto" and has_one_process):
-        why = "the run is one process, and what ends it ends the run. Set trainer.backend=ray."
-        unread |= {"trainer.max_restarts": why, "trainer.restart_timeout": why}
+        reason = "the run is one process, and what ends it ends the run. Set trainer.backend=ray."
+        unread |= {"trainer.max_restarts": reason, "trainer.restart_timeout": reason}
     if trainer.on_collapse != "rewind":
         unread["trainer.max_rewinds"] = "the run does not go back. Set trainer.on_collapse=rewind."
     rollout = config.actor_rollout_ref.rollout
     if rollout.placement == "colocated" and rollout.name == "auto" and trainer.device == "cpu":
-        why = f"the native engine has the whole model in each process; {ROLLOUT}.name=vllm splits it."
-        unread[f"{ROLLOUT}.tensor_model_parallel_size"] = why
+        reason = f"the native engine has the whole model in each process; {ROLLOUT}.name=vllm splits it."
+        unread[f"{ROLLOUT}.tensor_model_parallel_size"] = reason
     transfer = rollout.weight_transfer
     if transfer != "delta":
         unread[f"{ROLLOUT}.anchor_every"] = f"it is for {ROLLOUT}.weight_transfer=delta."
     if transfer == "ray":
         unread[f"{ROLLOUT}.weight_dir"] = f"no files are written with {ROLLOUT}.weight_transfer=ray."
     if not samples_apart(config):
-        why = f"nothing samples beside training. Set {ROLLOUT}.name=native {ROLLOUT}.placement=apart."
+        reason = f"nothing samples beside training. Set {ROLLOUT}.name=native {ROLLOUT}.placement=apart."
         names = ("in_flight_updates", "recompute_kv", "too_old", "group_deadline", "repeatable")
-        unread |= {f"trainer.async_training.{name}": why for name in names}
+        unread |= {f"trainer.async_training.{name}": reason for name in names}
     if config.data.mixture is not None:
-        why = "the rows are those of data.mixture."
-        unread |= {"data.train_files": why, "data.train_data_num": why}
+        reason = "the rows are those of data.mixture."
+        unread |= {"data.train_files": reason, "data.train_data_num": reason}
     if config.actor_rollout_ref.rollout.n * config.actor_rollout_ref.rollout.n_agent == 1:
         unread["algorithm.thrift"] = (
             f"{ROLLOUT}.n_agent=1 leaves an answer without others to compare it with."
         )
     lines = [
-        f"{key}={shown(at(config, key))} has no effect: {reason}"
-        for key, reason in unread.items()
+        f"{key}={shown(at(config, key))} has no effect: {text}"
+        for key, text in unread.items()
         if at(config, key) != keys_of(Config)[key].default
     ]
     meant_for = None if ":" in mode else loss_traits(mode).meant_for
@@ -124,9 +130,10 @@ def settings_without_effect(config: Config) -> list[str]:
 
 
 def _check_algorithm(config: Config, passes: Passes) -> None:
-    """What the keys of `algorithm` mean for one another.
+    """Check what the keys of `algorithm` mean for one another.
 
-    Which passes an estimator needs is asked of `Passes`, so that one of the user's own is checked like ours.
+    `Passes` says which passes an estimator needs, so that a user's own estimator is checked like those of
+    this project.
     """
     algorithm = config.algorithm
     rollout = config.actor_rollout_ref.rollout
@@ -140,26 +147,28 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
             f"expected at least 2. Set {ROLLOUT}.n_agent, for example to 5."
         )
     if passes.greedy_rollouts and not rollout.do_sample:
-        why = ", which compares with the greedy answer: they would all be the same; expected do_sample=true."
-        raise refusal(config, f"{ROLLOUT}.do_sample {_ESTIMATOR}", why)
+        reason = (
+            ", which compares with the greedy answer: they would all be the same; expected do_sample=true."
+        )
+        raise refusal(config, f"{ROLLOUT}.do_sample {_ESTIMATOR}", reason)
     if ("reward_components" in passes.estimator_inputs) != bool(keys):
-        why = (
+        reason = (
             "; expected the names of the rewards for gdpo, for example [score,format] of a reward function "
             "that returns both, and null for every other estimator."
         )
-        raise refusal(config, f"algorithm.gdpo_reward_keys {_ESTIMATOR}", why)
+        raise refusal(config, f"algorithm.gdpo_reward_keys {_ESTIMATOR}", reason)
     if weights is not None and len(weights) != len(keys or ()):
-        why = "; expected a number for each key, or null for 1 each."
-        raise refusal(config, "algorithm.gdpo_reward_weights algorithm.gdpo_reward_keys", why)
+        reason = "; expected a number for each key, or null for 1 each."
+        raise refusal(config, "algorithm.gdpo_reward_weights algorithm.gdpo_reward_keys", reason)
     if algorithm.turn_credit and not config.do_search:
-        why = ", where a trajectory is a single turn; expected 0."
-        raise refusal(config, "algorithm.turn_credit do_search", why)
+        reason = ", where a trajectory is a single turn; expected 0."
+        raise refusal(config, "algorithm.turn_credit do_search", reason)
     if rollout.step_wise:
         _check_step_wise(config, passes)
     if passes.teacher != (config.actor_rollout_ref.teacher.path is not None):
-        why = "; expected a teacher for a loss that reads its log-probs (distillation), else null."
-        raise refusal(config, f"{_TEACHER} {ACTOR}.policy_loss.loss_mode", why)
-    # rewards that an estimator does not read, or can't take as they are
+        reason = "; expected a teacher for a loss that reads its log-probs (distillation), else null."
+        raise refusal(config, f"{_TEACHER} {ACTOR}.policy_loss.loss_mode", reason)
+    # Some estimators do not read what is taken off the reward, or can't take rewards as they then are.
     kl_in_reward = not config.actor_rollout_ref.actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
     taken_off = ["algorithm.kl_ctrl.kl_coef"] * kl_in_reward
     taken_off += ["reward_model.overlong_buffer.enable"] * reward.overlong_buffer.enable
@@ -169,33 +178,33 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
         "maxrl": "divides by the mean score, which must not be negative",
     }
     if name in reasons and taken_off:
-        why = (
+        reason = (
             f", which {reasons[name]}; expected nothing that is taken off the reward. Set "
             f"algorithm.kl_ctrl.kl_coef=0 (a KL can be in the loss: {ACTOR}.use_kl_loss=true), "
             "reward_model.overlong_buffer.enable=false and reward_model.search_cost=0."
         )
-        raise refusal(config, f"{taken_off[0]} {_ESTIMATOR}", why)
+        raise refusal(config, f"{taken_off[0]} {_ESTIMATOR}", reason)
 
 
 def _check_step_wise(config: Config, passes: Passes) -> None:
-    """What `rollout.step_wise` refuses: what is computed over a trajectory's tokens across its turns."""
+    """Refuse with `rollout.step_wise` what is computed over a trajectory's tokens across its turns."""
     algorithm = config.algorithm
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     name = algorithm.adv_estimator
     sums_kl = passes.greedy_rollouts and passes.kl_in_reward
     if is_token_wise(name) or passes.values or sums_kl:
-        why = (
+        reason = (
             ", which credits a token with what comes after it, in later turns too; with turns as rows a turn "
             "has the trajectory's outcome alone. Set step_wise=false, or an estimator such as grpo or rloo"
             + (", or algorithm.kl_ctrl.kl_coef=0." if sums_kl else ".")
         )
-        raise refusal(config, f"{ROLLOUT}.step_wise {_ESTIMATOR}", why)
+        raise refusal(config, f"{ROLLOUT}.step_wise {_ESTIMATOR}", reason)
     if loss_mode == "dro_sequence":
-        why = (
+        reason = (
             ", which fits the log-ratio of a whole trajectory to its outcome; a turn has only a part of it. "
             "Set step_wise=false, or loss_mode=dro."
         )
-        raise refusal(config, f"{ROLLOUT}.step_wise {ACTOR}.policy_loss.loss_mode", why)
+        raise refusal(config, f"{ROLLOUT}.step_wise {ACTOR}.policy_loss.loss_mode", reason)
 
 
 def _check_filter(config: Config, passes: Passes) -> None:
@@ -206,35 +215,35 @@ def _check_filter(config: Config, passes: Passes) -> None:
     if not groups.enable:
         return
     if not passes.compares_group:
-        why = (
+        reason = (
             ", which does not compare the answers to one question: groups with equal rewards teach it as "
             "much as others; expected enable=false, or an estimator such as grpo."
         )
-        raise refusal(config, f"{_FILTER}.enable {_ESTIMATOR}", why)
+        raise refusal(config, f"{_FILTER}.enable {_ESTIMATOR}", reason)
     if rollout.n * rollout.n_agent < 2:
-        why = f" and one trajectory a prompt; expected a group. Set {ROLLOUT}.n_agent, for example to 5."
-        raise refusal(config, f"{_FILTER}.enable", why)
+        reason = f" and one trajectory a prompt; expected a group. Set {ROLLOUT}.n_agent, for example to 5."
+        raise refusal(config, f"{_FILTER}.enable", reason)
     if groups.metric == "seq_final_reward":
-        why = (
+        reason = (
             ", the reward with the KL in it, which is not known when groups are chosen; expected seq_reward, "
             "acc, or a number that the reward function returns."
         )
-        raise refusal(config, f"{_FILTER}.metric", why)
+        raise refusal(config, f"{_FILTER}.metric", reason)
 
 
 def check_megatron(config: Config, passes: Passes) -> None:
-    """What `strategy=megatron` needs: the package, processes that can be dealt out, models that can be cut.
+    """Check what `strategy=megatron` needs: the package, enough processes, models that can be cut.
 
-    Read from the configuration and the models' config.json alone. What only the worker can see (a model on
-    the hub) is checked there again.
+    The processes must be divisible as the sizes ask. Only the configuration and the models' config.json are
+    read. What only the worker can see (a model on the hub) is checked there again.
     """
     block = config.actor_rollout_ref
     actor = config.actor_rollout_ref.actor
     if actor.strategy != "megatron":
         for size in SIZES:
             if actor.megatron[size] > 1:
-                why = f"; expected {ACTOR}.strategy=megatron."
-                raise refusal(config, f"{ACTOR}.megatron.{size} {ACTOR}.strategy", why)
+                reason = f"; expected {ACTOR}.strategy=megatron."
+                raise refusal(config, f"{ACTOR}.megatron.{size} {ACTOR}.strategy", reason)
         return
     from verl.workers.engine.loading import load_hf_config  # slow to import, and FSDP does without
 
@@ -248,8 +257,8 @@ def check_megatron(config: Config, passes: Passes) -> None:
         models["critic.model.path"] = config.critic.model
     for model in ("actor_rollout_ref.model", *["critic.model"] * passes.values):
         if at(config, model).lora_rank > 0 or at(config, model).lora_adapter_path is not None:
-            why = ", which trains whole models; expected lora_rank=0 and no adapter, or strategy=fsdp."
-            raise refusal(config, f"{model}.lora_rank {ACTOR}.strategy", why)
+            reason = ", which trains whole models; expected lora_rank=0 and no adapter, or strategy=fsdp."
+            raise refusal(config, f"{model}.lora_rank {ACTOR}.strategy", reason)
     for key, model in models.items():
         if (Path(model["path"] or "") / "config.json").is_file():
             try:
@@ -259,14 +268,14 @@ def check_megatron(config: Config, passes: Passes) -> None:
                     f"Found {key}={model['path']}, which can't be cut as asked: {error}"
                 ) from error
     if actor.optim.name != "adamw":
-        why = ", whose optimizer is spread over processes without regard to matrices; expected adamw."
-        raise refusal(config, f"{ACTOR}.optim.name {ACTOR}.strategy", why)
+        reason = ", whose optimizer is spread over processes without regard to matrices; expected adamw."
+        raise refusal(config, f"{ACTOR}.optim.name {ACTOR}.strategy", reason)
     if actor.fsdp_config.model_dtype != "fp32":
-        why = (
+        reason = (
             ", whose optimizer keeps the weights in fp32 (beside those that it computes with, of "
             "mixed_precision.param_dtype); expected fp32."
         )
-        raise refusal(config, f"{ACTOR}.fsdp_config.model_dtype {ACTOR}.strategy", why)
+        raise refusal(config, f"{ACTOR}.fsdp_config.model_dtype {ACTOR}.strategy", reason)
     if actor.ulysses_sequence_parallel_size > 1:
-        why = "; expected 1, and megatron.context_parallel_size instead."
-        raise refusal(config, f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.strategy", why)
+        reason = "; expected 1, and megatron.context_parallel_size instead."
+        raise refusal(config, f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.strategy", reason)

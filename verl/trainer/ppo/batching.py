@@ -1,9 +1,9 @@
-"""Which process trains which rows of a mini-batch: an equal number each, at about the same cost.
+"""The distribution of a mini-batch's rows over processes: an equal number each, at about the same cost.
 
-The cost of a sequence is its length n plus n^2 / a. a (`attention_length`) is the length at which attention
-costs as much as everything else of the model. Tokens that sequences of one process have in common from their
-beginning on are computed once there (verl.utils.packing) and are counted once, so it can pay to leave
-the trajectories of a prompt together.
+The cost of a sequence of length n is n + n^2 / a, where a (`attention_length`) is the length at which
+attention costs as much as everything else in the model. Tokens that sequences of one process have in common
+from their beginning on are computed once there (verl.utils.packing) and are counted once. So it can pay to
+leave the trajectories of a prompt together.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from verl.protocol import DataProto
 from verl.utils.packing import prefix_order
 from verl.workers.engine.update_loop import mini_batches
 
-KEPT_TOGETHER = 4  # a row that shares at least one part in this many with its neighbour
+# A row stays together with its neighbour if it shares at least one part in this many with it.
+KEPT_TOGETHER = 4
 
 
 def arrange_for_workers(
     batch: DataProto, world_size: int, num_mini_batches: int, attention_length: float = 4096.0
 ) -> tuple[DataProto, list[int]]:
-    """Return the rows so that contiguous chunks, one a rank, are balanced; and the tokens of each rank.
+    """Arrange the rows so that contiguous chunks, one for each rank, are balanced.
 
     Mini-batch k of the whole world is the k-th part of `mini_batches` (verl.workers.engine.update_loop),
-    whatever `world_size` is; each rank gets the same number of its rows, at about the same cost. Rows that
-    are needed to fill up are copies with an empty response_mask. Reads input_ids, attention_mask and
-    response_mask.
+    whatever `world_size` is. Each rank gets the same number of its rows, at about the same cost. Rows that
+    are needed to fill up are copies with an empty response_mask. The function reads input_ids, attention_mask
+    and response_mask.
+
+    Returns:
+        The rows in order, and the number of tokens of each rank.
     """
     attention = batch.tensors["attention_mask"].bool()
     lengths = attention.sum(-1)
@@ -50,19 +54,19 @@ def arrange_for_workers(
             order[rank] += [start + row for row in rows] + [start] * missing
             is_real[rank] += [1] * len(rows) + [0] * missing
     arranged = batch.select_idxs(torch.tensor([row for rows in order for row in rows]))
-    real = torch.tensor([flag for flags in is_real for flag in flags])
-    if not real.all():
-        arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * real[:, None]
+    real_rows = torch.tensor([flag for flags in is_real for flag in flags])
+    if not real_rows.all():
+        arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * real_rows[:, None]
     return arranged, [int(lengths[rows].sum()) for rows in order]
 
 
 def attention_length(config: PretrainedConfig) -> float:
-    """The length, in tokens, of a sequence whose causal attention costs as much as its layers' matrices.
+    """Return the length of a sequence, in tokens, at which causal attention costs as much as the weights.
 
-    Per token and layer the matrices of weights take 2 w operations (w: their elements), causal attention over
-    n tokens 2 n h d (h heads of width d; half of 4 n h d): so n = w / (h d). Without embedding and head,
-    which see every token and only loss tokens. A configuration that does not name the width of its layers'
-    inner matrices is taken to have the usual 4 times its own.
+    Per token and layer the matrices of weights take 2 w operations (w: their elements), and causal attention
+    over n tokens takes 2 n h d (h heads of width d; half of 4 n h d). So n = w / (h d). Embedding and head,
+    which see every token and only loss tokens, do not count. A configuration that does not name the width of
+    its layers' inner matrices is taken to have the usual 4 times its own width.
     """
     text = config.get_text_config()
     width = text.hidden_size
@@ -77,10 +81,10 @@ def attention_length(config: PretrainedConfig) -> float:
 def balanced_parts(
     sequences: Sequence[np.ndarray], num_parts: int, attention_length: float
 ) -> list[list[int]]:
-    """Splits rows into parts of equal number (rounded up) and about equal cost; returns indices, sorted.
+    """Split rows into parts of equal number (rounded up) and about equal cost; return sorted indices.
 
-    Tried are rows one by one, and runs of rows of which each shares much with the one before; taken is what
-    makes the dearest part cheaper. The same input always gives the same parts.
+    The function tries single rows, and runs of rows of which each shares much with the one before. It keeps
+    the plan whose costliest part is cheaper. The same input always gives the same parts.
     """
     room = -(-len(sequences) // num_parts)
     alike: list[list[int]] = []
@@ -92,11 +96,11 @@ def balanced_parts(
 
     def cost_of(rows: Sequence[int]) -> float:
         order = prefix_order([sequences[row] for row in rows])
-        lengths = [(len(sequences[rows[place]]), shared) for place, shared in order]
+        lengths = [(len(sequences[rows[position]]), shared) for position, shared in order]
         return sum(n - shared + (n**2 - shared**2) / attention_length for n, shared in lengths)
 
     def filled(units: Sequence[list[int]]) -> list[list[int]]:
-        """The dearest unit goes to the cheapest part that has room for it, else in pieces to several."""
+        """Give the costliest unit to the cheapest part that has room for it, or else in pieces to several."""
         parts: list[list[int]] = [[] for _ in range(num_parts)]
         totals = [0.0] * num_parts
         costs = [cost_of(unit) for unit in units]
@@ -118,11 +122,12 @@ def balanced_parts(
 
 
 def num_mini_batches(config: Config, num_rows: int, block: Actor | Critic) -> int:
-    """Return into how many mini-batches the actor or the critic (`block`) divides the rows of all processes.
+    """Return the number of mini-batches into which the actor or the critic (`block`) divides a batch.
 
-    There are as many as mini-batches of at most the configured size need. A batch that holds more rows than
-    planned (groups of the step before have joined it) has larger ones: a few rows too many must not get an
-    optimizer step of their own.
+    `num_rows` counts the rows of all processes.
+    There are as many mini-batches as are needed if each has at most the configured size. A batch that holds
+    more rows than planned (groups of the step before have joined it) has larger ones: a few rows too many
+    must not get an optimizer step of their own.
     """
     rollout = config.actor_rollout_ref.rollout
     planned = config.data.train_batch_size * rollout.n_agent * rollout.n

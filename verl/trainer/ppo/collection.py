@@ -1,13 +1,14 @@
-"""Which prompts a step asks, and which of its trajectories it learns from.
+"""The choice of the prompts that a step asks, and of the trajectories that it learns from.
 
     rounds: prompts -> (the trainer generates, with searches, and scores) -> add
         ^                                                                     |
         +-- too few groups teach (algorithm.filter_groups with refill) -------+
     selected: the rows that the step learns from
 
-The rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing
+All rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing
 that teaches is thrown away: a step has `data.train_batch_size` groups or a few more. A group that a round did
-not wait for (`rollout.keep_partial`) goes on in the next round, the last round's in the next step.
+not wait for (`rollout.keep_partial`) goes on in the next round, and a group of the last round in the next
+step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from verl.verifiers.registry import verifier_metrics
 TRAIN_STREAM = 0
 VALIDATION_STREAM = 1
 AHEAD_STREAM = 2
-# finish reasons of trajectories that a round did not wait for
+# Finish reasons of trajectories that a round did not wait for.
 KEPT = "kept"
 CUT = "cut"
 PARTIAL_GROUPS_FILE = "partial_groups.pkl"
@@ -44,17 +45,24 @@ HISTORY_FILE = "prompt_history.npz"
 
 
 def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_: int = 0) -> torch.Tensor:
-    """One 64-bit seed for each row of a step; [num_rows] int64.
+    """Return one 64-bit seed for each row of a step, [num_rows] int64.
 
-    A function of its arguments alone: a resumed run draws what the undisturbed one would have drawn, on any
-    number of processes. `round_`: for a step that generates more than once.
+    The seeds depend on the arguments alone: a resumed run draws what the undisturbed one would have drawn, on
+    any number of processes.
+
+    Args:
+        run_seed: seed of the run.
+        stream: what the rows are for, such as `TRAIN_STREAM`.
+        step: number of the step.
+        num_rows: number of seeds.
+        round_: number of the generation, in a step that generates more than once.
     """
     words = np.random.SeedSequence([run_seed, stream, step, round_]).generate_state(num_rows, np.uint64)
     return torch.from_numpy(words.view(np.int64).copy())
 
 
 def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
-    """Rows of `RLHFDataset` -> DataProto of non-tensors, with a `uid` for each prompt of this step."""
+    """Return rows of `RLHFDataset` as a DataProto of non-tensors, with a `uid` for each prompt."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: object_array([row.get(name) for row in rows]) for name in names}
     columns["uid"] = object_array([f"{uid_prefix}-{i}" for i in range(len(rows))])
@@ -62,13 +70,20 @@ def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
 
 
 def with_seeds(prompts: DataProto, seeds: torch.Tensor, **sampling: Any) -> DataProto:
-    """The prompts ready to be generated from: `sampling_seeds` [N] int64, and how to sample as meta_info."""
+    """Return the prompts ready to be generated from.
+
+    Args:
+        prompts: N rows.
+        seeds: the column `sampling_seeds`, [N] int64.
+        sampling: how to sample, as meta_info.
+    """
     return DataProto.from_dict({"sampling_seeds": seeds}, prompts.non_tensor_batch, sampling)
 
 
 def without_padding(batch: DataProto) -> DataProto:
-    """The batch without the columns that are padding in every row, on both sides of its tensors. Reads
-    prompt_length and response_length.
+    """Return the batch without the columns that are padding in every row, on both sides of its tensors.
+
+    The function reads prompt_length and response_length.
     """
     width = batch.tensors["attention_mask"].shape[1]
     prompt_width = batch.tensors["prompts"].shape[1]
@@ -86,11 +101,18 @@ def without_padding(batch: DataProto) -> DataProto:
 
 
 class TrajectoryCollector:
-    """Chooses the prompts and the rows of each step; generates and scores nothing itself.
+    """A collector that chooses the prompts and the rows of each step.
+
+    It generates and scores nothing itself. In each step the trainer iterates over `rounds`; in each round it
+    takes trajectories (generated from `prompts`, or ahead from `drawn_ahead`), scores them and gives them to
+    `add`. Then it calls `selected`.
 
     Args:
-        dataset, sampler: the training prompts, and which come next; it hears how often each was solved.
-        trajectory_metrics: records of trajectories with searches -> `env/*`.
+        config: the whole configuration.
+        passes: what the run computes.
+        dataset: the training prompts.
+        sampler: says which prompts come next; it is told how often each was solved.
+        trajectory_metrics: computes `env/*` from records of trajectories with searches.
         say: takes one line for the user.
     """
 
@@ -109,25 +131,28 @@ class TrajectoryCollector:
         self.sampler = sampler
         self.trajectory_metrics = trajectory_metrics
         self.say = say
-        self.unfinished: DataProto | None = None  # what `split_unfinished` keeps for the next generation
-        self._rounds: list[DataProto] = []  # of this step, scored
-        self._batch = DataProto(None)  # all their rows
-        self._usable = self._chosen = np.zeros(0, dtype=bool)  # of these rows
+        # The rows that `split_unfinished` keeps for the next generation.
+        self.unfinished: DataProto | None = None
+        self._rounds: list[DataProto] = []  # scored trajectories of each round of this step
+        self._batch = DataProto(None)  # the rows of all these rounds
+        self._usable = self._chosen = np.zeros(0, dtype=bool)  # masks of these rows
         self.take_state()
 
     # ---------------------------------------------------------------------------------- rounds of generation
 
     def rounds(self, step: int) -> Iterator[int]:
-        """How many groups each round of a step asks for: one round, or more where groups that teach nothing
-        are replaced. What came of a round is given to `add` before the next one is asked for.
+        """Yield how many groups each round of a step asks for.
+
+        There is one round, or more where groups that teach nothing are replaced. Give the trajectories of a
+        round to `add` before you ask for the next round.
         """
-        wanted = count = self.config.data.train_batch_size
+        num_wanted = count = self.config.data.train_batch_size
         algorithm = self.config.algorithm
         refills = algorithm.filter_groups.enable and algorithm.filter_groups.refill
         max_rounds = algorithm.filter_groups.max_num_gen_batches or math.inf
         self._rounds = []
         while True:
-            yield count  # goes on here after `add`
+            yield count  # the trainer calls `add` before it asks for the next round
             self._batch = DataProto.concat(self._rounds)
             uids = self._batch.non_tensor_batch["uid"]
             self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
@@ -136,23 +161,25 @@ class TrajectoryCollector:
             num_prompts = len(set(uids))
             num_fresh = self.sampler.num_fresh(self._asked())
             may_go_on = len(self._rounds) < max_rounds and num_prompts < len(self.dataset)
-            may_go_on = may_go_on and self.sampler.num_left >= wanted and num_fresh > 0
-            if num_groups >= wanted or not refills or not may_go_on:
+            may_go_on = may_go_on and self.sampler.num_left >= num_wanted and num_fresh > 0
+            if num_groups >= num_wanted or not refills or not may_go_on:
                 break
-            # As many as the share so far says are needed, no more at once than without a filter, and no more
-            # than there are prompts that this step has not asked.
+            # Ask for as many groups as the share so far says are needed, but for no more at once than without
+            # a filter, and for no more than there are prompts that this step has not asked.
             share = max(num_groups, 1) / num_prompts
-            count = min(wanted, num_fresh, max(1, math.ceil((wanted - num_groups) / share)))
-        if refills and num_groups < wanted:
+            count = min(num_wanted, num_fresh, max(1, math.ceil((num_wanted - num_groups) / share)))
+        if refills and num_groups < num_wanted:
             self.say(
-                f"step {step}: {num_groups} of {wanted} groups teach something after {len(self._rounds)} "
+                f"step {step}: {num_groups} of {num_wanted} groups teach something after {len(self._rounds)} "
                 f"rounds of generation and {num_prompts} prompts "
                 "(algorithm.filter_groups.max_num_gen_batches); the step goes on with these"
             )
 
     def add(self, scored: DataProto) -> None:
-        """Takes the scored trajectories of a round. With thrift a prompt teaches something, whatever its mean
-        score, while its right answers differ in searches.
+        """Take the scored trajectories of a round.
+
+        With thrift a prompt teaches something, whatever its mean score, while its right answers differ in
+        searches.
         """
         self._rounds.append(scored)
         algorithm = self.config.algorithm
@@ -166,31 +193,41 @@ class TrajectoryCollector:
         self.sampler.record(list(map(int, scores)), means, teaching)
 
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
-        """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
+        """Return the unfinished rows and `count` fresh prompts, each as often as it is answered.
+
+        Raises RunStopped if the training data can't give the prompts.
+        """
         rollout = self.config.actor_rollout_ref.rollout
-        number = len(self._rounds)
+        round_number = len(self._rounds)
         try:
             indices = self.sampler.take(count, sorted(self._asked()))
-            prompts = self._answered(indices, f"step{step}.{number}" if number else f"step{step}")
+            prompts = self._answered(indices, f"step{step}.{round_number}" if round_number else f"step{step}")
         except DataFailed as error:
             raise RunStopped(f"step {step}: {error}") from error
         if self.unfinished is not None:
             prompts.non_tensor_batch["continuation"] = object_array([None] * len(prompts))
             prompts = DataProto.concat([self.unfinished, prompts])
-        seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), number)
+        seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), round_number)
         keeps = rollout.keep_partial and not is_last
         return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=keeps)
 
     def _asked(self) -> set[int]:
-        """Return the rows of the dataset that this step has asked, and those that go on in it."""
+        """Return the rows of the dataset that this step has asked or that go on in it."""
         batches = [*self._rounds]
         if self.unfinished is not None:
             batches.append(self.unfinished)
         return {int(row) for batch in batches for row in batch.non_tensor_batch["index"]}
 
     def drawn_ahead(self, number: int, count: int, asked: Sequence[int]) -> list[DataProto]:
-        """The rows of each of the next `count` prompts, to be sampled ahead of their step. number: of the
-        first of these groups; seeds depend on it. asked: rows under way. RunStopped: there are not so many.
+        """Return the rows of each of the next `count` prompts, to be sampled ahead of their step.
+
+        Args:
+            number: number of the first of these groups; the seeds depend on it.
+            count: number of prompts.
+            asked: rows of the dataset that are under way.
+
+        Raises:
+            RunStopped: if there are not so many prompts.
         """
         try:
             self.sampler.check_left(self.config.data.train_batch_size)
@@ -201,7 +238,7 @@ class TrajectoryCollector:
         return [self._ahead(prompts, number + i, 0) for i, prompts in enumerate(rows)]
 
     def asked_again(self, prompts: DataProto, number: int, attempt: int) -> DataProto:
-        """The rows of group `number` once more, with a name and seeds of their own."""
+        """Return the rows of group `number` once more, with a name and seeds of their own."""
         columns = {name: x for name, x in prompts.non_tensor_batch.items() if name != "continuation"}
         columns["uid"] = object_array([f"group{number}.{attempt}"] * len(prompts))
         return self._ahead(DataProto(None, columns), number, attempt)
@@ -212,7 +249,10 @@ class TrajectoryCollector:
         return self._with_sampling(prompts, seeds, do_sample, validate=False, keep_partial=False)
 
     def _answered(self, indices: Sequence[int], uid_prefix: str) -> DataProto:
-        """Rows of the dataset, each as often as it is answered. DataFailed."""
+        """Return rows of the dataset, each as often as it is answered.
+
+        Raises DataFailed if the dataset can't give them.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         rows = [self.dataset[i] for i in indices]
         answers = [row.pop("num_answers", None) or rollout.n_agent * rollout.n for row in rows]
@@ -226,8 +266,11 @@ class TrajectoryCollector:
         return with_seeds(prompts, seeds, do_sample=do_sample, **sampling, **more)
 
     def _informative(self) -> np.ndarray:
-        """Usable rows of groups whose members differ (`algorithm.filter_groups`), or whose right answers
-        differ in searches, if that gives them an advantage (`algorithm.thrift`); [N] bool.
+        """Return which usable rows teach something, [N] bool.
+
+        With `algorithm.filter_groups` these are the rows of groups whose members differ, or whose right
+        answers differ in searches, if that gives them an advantage (`algorithm.thrift`). Without it they are
+        all usable rows.
         """
         algorithm = self.config.algorithm
         batch = self._batch
@@ -256,12 +299,14 @@ class TrajectoryCollector:
     ) -> tuple[DataProto, dict[str, float]]:
         """Return the rows that the step learns from, and metrics of all that it generated.
 
-        With thrift the batch's meta_info has the `solved_share` of all that the step generated. RunStopped:
-        no row is trainable.
+        With thrift the batch's meta_info has the `solved_share` of all that the step generated.
 
         Args:
             seconds: generation time; None if the rows were sampled ahead.
-            version: of the policy that is trained; None for the newest one that sampled.
+            version: version of the policy that is trained; None for the newest one that sampled.
+
+        Raises:
+            RunStopped: if no row is trainable.
         """
         batch = self._batch
         chosen = self._chosen
@@ -269,14 +314,15 @@ class TrajectoryCollector:
         if not self._usable.any():
             raise RunStopped("no trajectory of this step has a token to learn from.")
         if not chosen.any():
-            chosen = self._usable  # all advantages are 0 then; the rest of the loss (entropy, KL) is as ever
+            # All advantages are 0 then; the rest of the loss (entropy, KL) is as ever.
+            chosen = self._usable
         newest = version
         if newest is None:
             newest = max(record["version_last"] or 0 for record in batch.non_tensor_batch["trajectory"])
         batch = batch if chosen.all() else batch.select_idxs(chosen)
-        # optimizer steps since each row's first token was sampled; 0 for a row without a token
-        first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
-        ages = [0 if version is None else newest - version for version in first]
+        # Optimizer steps since each row's first token was sampled; 0 for a row without a token.
+        first_versions = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
+        ages = [0 if first is None else newest - first for first in first_versions]
         metrics |= {"rollout/staleness/mean": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
         if self.config.algorithm.thrift:
             share = solved_share(self._batch)
@@ -287,18 +333,18 @@ class TrajectoryCollector:
         return batch, metrics
 
     def greedy_prompts(self, batch: DataProto, step: int) -> DataProto:
-        """One row for each prompt of the batch, to be answered greedily (ReMax's baseline)."""
+        """Return one row for each prompt of the batch, to be answered greedily (ReMax's baseline)."""
         uids = batch.non_tensor_batch["uid"].astype(str)
         first = np.unique(uids, return_index=True)[1]
-        made = ("trajectory", "em", "f1", "reward_extra", "verdicts", "continuation")
-        columns = [name for name in batch.non_tensor_batch if name not in made]
+        generated_columns = ("trajectory", "em", "f1", "reward_extra", "verdicts", "continuation")
+        columns = [name for name in batch.non_tensor_batch if name not in generated_columns]
         prompts = batch.select([], columns).select_idxs(first)
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
-        # "validate": each is alone with its prompt, so none is a straggler
+        # As in validation, each row is alone with its prompt, so none is a straggler.
         return self._with_sampling(prompts, seeds, False, validate=True, keep_partial=False)
 
     def _metrics(self, seconds: float | None) -> dict[str, float]:
-        """Metrics of all trajectories that the step has made, those that are not learnt from too."""
+        """Return metrics of all trajectories that the step made, whether it learns from them or not."""
         batch = self._batch
         usable = self._usable
         algorithm = self.config.algorithm
@@ -307,17 +353,17 @@ class TrajectoryCollector:
         uids = columns["uid"]
         reasons = [record["finish_reason"] for record in records]
         cut_groups = {uid for uid, reason in zip(uids, reasons, strict=True) if reason == CUT}
-        kept = 0 if self.unfinished is None else len(set(self.unfinished.non_tensor_batch["uid"]))
+        num_kept = 0 if self.unfinished is None else len(set(self.unfinished.non_tensor_batch["uid"]))
         num_sampled = float(batch.tensors["num_sampled"].sum())
         searches = [record for record in records if environment_of(record) == SEARCH]
         has_tokens = batch.tensors["num_sampled"].bool().tolist()
         extras = zip(columns["reward_extra"], has_tokens, strict=True)
-        scores = [extra["score"] if has else None for extra, has in extras]
+        scores = [extra["score"] if is_sampled else None for extra, is_sampled in extras]
         metrics: dict[str, float] = batch.meta_info.pop("metrics", {})
         metrics |= {
             "env/cut_trajectories": float(reasons.count(CUT)),
             "env/cut_groups": float(len(cut_groups)),
-            "env/kept_groups": float(kept),
+            "env/kept_groups": float(num_kept),
             **(self.trajectory_metrics(searches) if searches else {}),
             **environment_metrics(records, scores),
             "env/left_out": float((~usable).sum()),
@@ -334,13 +380,13 @@ class TrajectoryCollector:
         if algorithm.overlong_filter:
             metrics["filter/overlong"] = float(reasons.count("length"))
         if algorithm.filter_groups.enable:
-            groups = len(set(uids[usable]))
-            informative = len(set(uids[self._chosen]))
+            num_groups = len(set(uids[usable]))
+            num_informative = len(set(uids[self._chosen]))
             metrics |= {
-                "filter/groups": float(groups),
-                "filter/groups_left_out": float(groups - informative),
+                "filter/groups": float(num_groups),
+                "filter/groups_left_out": float(num_groups - num_informative),
                 "filter/num_gen_batches": float(len(self._rounds)),
-                "groups/effective_share": informative / max(groups, 1),
+                "groups/effective_share": num_informative / max(num_groups, 1),
             }
         metrics |= self.sampler.metrics()
         if isinstance(self.dataset, Mixture):
@@ -394,11 +440,11 @@ class TrajectoryCollector:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def take_state(self) -> None:
-        """Notes what the next step depends on, for a `save` in its midst."""
+        """Note what the next step depends on, so that `save` may be called in the middle of it."""
         self._state = self.unfinished, self.sampler.history()
 
     def save(self, folder: Path) -> None:
-        """Writes what `take_state` has noted into a checkpoint (the sampler's position is not in it)."""
+        """Write what `take_state` noted into a checkpoint; the sampler's position is not part of it."""
         unfinished, history = self._state
         if unfinished is not None:
             unfinished.save_to_disk(folder / PARTIAL_GROUPS_FILE)
@@ -406,11 +452,15 @@ class TrajectoryCollector:
             np.savez(folder / HISTORY_FILE, allow_pickle=False, **history)
 
     def load(self, folder: Path) -> None:
-        """Takes what `save` wrote. ValueError if the sampler had other settings then."""
+        """Read what `save` wrote.
+
+        Raises ValueError if the sampler had other settings then.
+        """
         path = folder / PARTIAL_GROUPS_FILE
         self.unfinished = DataProto.load_from_disk(path) if path.exists() else None
         history: dict[str, np.ndarray] = {}
-        for path in (folder / HISTORY_FILE, folder / "difficulty_pools.npz"):  # the second: of older versions
+        # Older versions wrote the second file.
+        for path in (folder / HISTORY_FILE, folder / "difficulty_pools.npz"):
             if path.exists():
                 with np.load(path) as stored:
                     history |= dict(stored)
@@ -419,24 +469,30 @@ class TrajectoryCollector:
 
 
 def _scores_by(batch: DataProto, column: str, usable: np.ndarray) -> dict[Any, list[float]]:
-    """Value of the column -> scores of its usable rows, before costs and penalties."""
+    """Return the scores of the usable rows, before costs and penalties, by the value of the column."""
     scores: dict[Any, list[float]] = defaultdict(list)
-    names = batch.non_tensor_batch[column]
+    values = batch.non_tensor_batch[column]
     extra = batch.non_tensor_batch["reward_extra"]
-    for name, row, is_usable in zip(names, extra, usable, strict=True):
+    for value, row, is_usable in zip(values, extra, usable, strict=True):
         if is_usable:
-            scores[name].append(float(row["score"]))
+            scores[value].append(float(row["score"]))
     return scores
 
 
 def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = False) -> np.ndarray:
-    """Rows that may be learnt from, as a boolean array [N]: those with at least one sampled token.
+    """Return which rows may be learnt from, [N] bool: those with at least one sampled token.
 
-    A trajectory whose search failed, or that was not waited for, has none (its response_mask is all zero).
-    `overlong_filter` leaves out those that a limit of length has cut too: their reward says nothing about
-    what they would have come to (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.4). With
-    `compares_group` (the advantage is relative to the rows of the same uid) the last one that is left of a
-    group is not usable either: without others to compare it with, its advantage would be its bare score.
+    A trajectory whose search failed, or that was not waited for, has no sampled token (its response_mask is
+    all zero).
+
+    Args:
+        batch: scored rows.
+        compares_group: whether the advantage is relative to the rows of the same uid. Then a row that is the
+            last one left of a group is not usable either: without others to compare it with, its advantage
+            would be its bare score.
+        overlong_filter: whether trajectories that a limit of length has cut are left out too. Their reward
+            says nothing about what they would have come to (DAPO, Yu et al. 2025, arXiv:2503.14476, section
+            3.4).
     """
     usable = (batch.tensors["num_sampled"] > 0).numpy()
     if overlong_filter:
@@ -449,11 +505,15 @@ def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = 
 
 
 def informative_rows(values: np.ndarray, uids: np.ndarray, usable: np.ndarray) -> np.ndarray:
-    """The usable rows of groups whose members differ in some value; [N] bool.
+    """Return the usable rows of groups whose members differ in some value, [N] bool.
 
     A group whose members all have the same reward gives every token an advantage of 0 (DAPO's dynamic
-    sampling, arXiv:2503.14476, eq. 11, leaves out groups that are all right or all wrong). values: [N] or
-    [N, K] float, the K numbers that are compared; rows that are not usable are not read.
+    sampling, arXiv:2503.14476, eq. 11, leaves out groups that are all right or all wrong).
+
+    Args:
+        values: the K numbers that are compared, [N] or [N, K] float; rows that are not usable are not read.
+        uids: the group of each row.
+        usable: which rows are usable, [N] bool.
     """
     values = values.reshape(len(values), -1)
     group = np.unique(uids.astype(str), return_inverse=True)[1]
@@ -466,49 +526,60 @@ def informative_rows(values: np.ndarray, uids: np.ndarray, usable: np.ndarray) -
 
 
 def with_greedy_baselines(batch: DataProto, greedy: DataProto) -> tuple[DataProto, dict[str, float]]:
-    """The batch with reward_baselines [N] float32: the score of the greedy trajectory of each row's prompt.
+    """Return the batch with reward_baselines [N] float32, and metrics.
 
-    Rows of a prompt whose greedy trajectory could not be had (its search failed) leave the batch: there is
-    nothing to compare them with. RunStopped: no row is left.
+    A row's baseline is the score of the greedy trajectory of its prompt. Rows of a prompt whose greedy
+    trajectory could not be had (its search failed) leave the batch: there is nothing to compare them with.
+
+    Raises RunStopped if no row is left.
     """
-    names = greedy.non_tensor_batch["uid"].astype(str)
-    row_of = torch.from_numpy(np.searchsorted(names, batch.non_tensor_batch["uid"].astype(str)))
+    greedy_uids = greedy.non_tensor_batch["uid"].astype(str)
+    row_of = torch.from_numpy(np.searchsorted(greedy_uids, batch.non_tensor_batch["uid"].astype(str)))
     outcomes = greedy.tensors["outcome"]
-    complete = greedy.tensors["num_sampled"] > 0
+    is_complete = greedy.tensors["num_sampled"] > 0
     batch.tensors["reward_baselines"] = outcomes[row_of]
-    kept = complete[row_of].numpy()
-    if not kept.any():
+    has_baseline = is_complete[row_of].numpy()
+    if not has_baseline.any():
         raise RunStopped("no greedy trajectory (remax) of this step came to an end.")
-    return batch if kept.all() else batch.select_idxs(kept), {
-        "remax/baseline": float(outcomes[complete].mean()),
-        "remax/left_out": float((~kept).sum()),
+    return batch if has_baseline.all() else batch.select_idxs(has_baseline), {
+        "remax/baseline": float(outcomes[is_complete].mean()),
+        "remax/left_out": float((~has_baseline).sum()),
     }
 
 
 def split_unfinished(generated: DataProto) -> tuple[DataProto, DataProto | None]:
-    """(rows to score now, rows for the next generation: their prompts' columns and `continuation`, or None).
+    """Separate the rows to score now from those that go on in the next generation.
 
-    Groups with a member that the round did not wait for are kept whole: in the next generation a row goes on
-    with its tokens, log-probs and turns, and one that had ended stays as it is. A group is kept once: the
-    second time it is waited for or cut like all others, so no token that is trained is older than one step.
-    Groups are known by uid, wherever their rows were generated. Where no other row is left, nothing is kept:
-    what is unfinished is cut, so that the step has something to learn from.
+    Groups with a member that the round did not wait for are kept whole: in the next generation an unfinished
+    row goes on with its tokens, log-probs and turns, and one that had ended stays as it is. A group is kept
+    once: the second time it is waited for or cut like all others, so no token that is trained is older than
+    one step. Groups are known by uid, wherever their rows were generated. Where no other row is left, nothing
+    is kept: what is unfinished is cut, so that the step has something to learn from.
+
+    Returns:
+        The rows to score now, and the rows for the next generation: their prompts' columns and
+        `continuation`, or None if there are none.
     """
     records = generated.non_tensor_batch["trajectory"]
     uids = generated.non_tensor_batch["uid"]
     open_groups = {uid for uid, record in zip(uids, records, strict=True) if record["finish_reason"] == KEPT}
-    stays = np.array([uid in open_groups for uid in uids], dtype=bool)
+    is_open = np.array([uid in open_groups for uid in uids], dtype=bool)
     if not open_groups:
         return generated, None
-    if stays.all():
+    if is_open.all():
         return cut_unfinished(generated), None
-    kept = generated.select_idxs(stays)
-    columns = {name: rows for name, rows in kept.non_tensor_batch.items() if name != "trajectory"}
-    return generated.select_idxs(~stays), DataProto(None, {**columns, "continuation": continuations(kept)})
+    open_rows = generated.select_idxs(is_open)
+    columns = {name: rows for name, rows in open_rows.non_tensor_batch.items() if name != "trajectory"}
+    return generated.select_idxs(~is_open), DataProto(
+        None, {**columns, "continuation": continuations(open_rows)}
+    )
 
 
 def continuations(batch: DataProto) -> np.ndarray:
-    """[N] of dict, what the agent goes on with: ids, mask and log-probs without padding, and the `record`."""
+    """Return what the agent goes on with, [N] of dict.
+
+    Each dict has ids, mask and log-probs without padding, and the `record`.
+    """
     tensors = batch.tensors
     lengths = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(-1).tolist()
     names = {"response_ids": "responses", "response_mask": "response_mask", "log_probs": "rollout_log_probs"}
@@ -522,7 +593,7 @@ def continuations(batch: DataProto) -> np.ndarray:
 
 
 def cut_unfinished(batch: DataProto) -> DataProto:
-    """The batch with nothing sampled in rows that were not waited for; their records say so."""
+    """Return the batch with nothing sampled in rows that were not waited for; their records say so."""
     cut = batch.select()
     records = [dict(record) for record in batch.non_tensor_batch["trajectory"]]
     unfinished = torch.tensor([record["finish_reason"] == KEPT for record in records])[:, None]

@@ -8,8 +8,8 @@ no influence on any result here, and advantages and returns are 0 there.
     AdvantageInputs --compute_advantage--> advantages, returns [N, R]
     LossInputs --policy_loss--> scalar;  vpreds, returns --compute_value_loss--> scalar
 
-New estimators and losses are added with `register_adv_est` and `register_policy_loss`. The code is in
-`verl.algos`; this module has all of it under the names that users import.
+You add estimators and losses with `register_adv_est` and `register_policy_loss`. The code is in `verl.algos`;
+this module has all of it under the names that users import.
 """
 
 # ruff: noqa: F401, F403

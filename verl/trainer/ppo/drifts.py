@@ -1,10 +1,10 @@
-"""Whether a figure of a run has left its own best level, and since which step.
+"""A test of whether a figure of a run has left its own best level, and since which step.
 
     value --Level.best--> best smoothed level so far --shortfall--> Drift: a CUSUM (Page, Biometrika 1954)
 
-A drift adds up by how much the value is worse than its level, less a slack that a healthy run may take, and
-is over when the sum reaches a limit. One bad step counts for a quarter of the limit at most. A sum that falls
-back to 0 ends the drift.
+A drift adds up how much worse the value is than its level, less a slack that a healthy run may take. It has
+gone too far when the sum reaches a limit. One bad step counts for a quarter of the limit at most. A sum that
+falls back to 0 ends the drift.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_STEPS = 5.0  # that a smoothed value is over, by exponential weights,
-_SAMPLES = 100.0  # or as many more as have so many samples: the best of many small means would be chance
-_FEWEST_SAMPLES = 30.0  # that a best level of a share is of
-_FORGET = 0.01  # of the distance from the best level to the smoothed value, a step: "recent" is 100 steps
-_CONFIDENCE = 2.0  # standard errors that a best level is below (above) the smoothed value that it was
-_FEWEST_STEPS = 4  # that a drift takes
-_STEPS_BEFORE = 5  # at most, in which a value was off its level before its drift began to add up
+_STEPS = 5.0  # steps over which a value is smoothed, by exponential weights
+# A share is smoothed over more steps if these do not have so many samples: the best of many small means would
+# be chance.
+_SAMPLES = 100.0
+_FEWEST_SAMPLES = 30.0  # samples that the best level of a share needs
+# How much of its distance from the smoothed value a best level loses in a step: "recent" is 100 steps.
+_FORGET = 0.01
+_CONFIDENCE = 2.0  # standard errors by which a best level is below (above) the smoothed value that it was
+_FEWEST_STEPS = 4  # steps that a drift takes at least
+_STEPS_BEFORE = 5  # most steps in which a value counts as off its level before its drift began to add up
 
 
 @dataclass
 class Level:
     """The smoothed value of a figure, and the best one of the recent past, where higher is better.
 
-    weight: the sum of the weights of the samples, each step's being worth less in the next. total: the sum of
-    weight times value. best: None while too few values are known.
+    Attributes:
+        weight: sum of the weights of the samples; those of a step are worth less in the next one.
+        total: sum of weight times value.
+        best: the best level; None while too few values are known.
     """
 
     weight: float = 0.0
@@ -58,7 +63,7 @@ class Level:
             self.best = bound
 
     def forget(self) -> None:
-        """Let the best level come nearer to the smoothed value. Call it in steps without a drift."""
+        """Move the best level nearer to the smoothed value; call this in steps without a drift."""
         if self.best is not None and self.best > self.mean:
             self.best -= _FORGET * (self.best - self.mean)
 
@@ -67,8 +72,9 @@ class Level:
 class Drift:
     """A sum of shortfalls.
 
-    total: the sum, from 0 to the limit. left: the step at which the value left its level; None while it has
-    not.
+    Attributes:
+        total: the sum, from 0 to the limit.
+        left: the step at which the value left its level; None while it has not.
     """
 
     total: float = 0.0
@@ -78,9 +84,10 @@ class Drift:
         """Take a step.
 
         Args:
+            step: number of the step.
             is_off: whether the value is noticeably worse than its level; this decides about `left` alone.
             shortfall: how much worse it is than its level less the slack; below 0 if it is not.
-            limit: the sum at which the drift is over.
+            limit: the sum at which the drift has gone too far.
         """
         largest = limit / _FEWEST_STEPS
         shortfall = min(max(shortfall, -largest), largest)
@@ -104,15 +111,15 @@ def lower_bound(share: float, samples: float) -> float:
 
 
 def halved_evidence(value: float, level: float, samples: float) -> float:
-    """Return by how much likelier a step is, in nats, at a quarter of a share's level than at the level.
+    """Return how much likelier a step is at a quarter of a share's level than at the level, in nats.
 
     The two are equally likely where the share is about half of its level. By Lorden (1971) a sum of these
     with limit h is reached by chance once in exp(h) steps or less often.
 
     Args:
-        value: the step's share, from 0 to 1.
+        value: the share in the step, from 0 to 1.
         level: the share that it had, above 0.
-        samples: independent ones that `value` is a mean of.
+        samples: independent samples of which `value` is the mean.
     """
     level = min(level, 0.999)
     lower = level / 4

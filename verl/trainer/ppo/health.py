@@ -1,11 +1,13 @@
-"""Says early, and in plain words, that a run is going wrong: one line per sign, from its steps' metrics.
+"""A monitor that says early, and in plain words, that a run is going wrong.
+
+It makes one line for each sign, from the metrics of the steps:
 
     step, metrics --HealthMonitor.check--> [HealthFinding("entropy_gone", "the entropy ...", 31), ...]
 
-`signs` are seen in one step's metrics; several compare with the run's first `EARLY_STEPS`. A sign must be
-seen several steps in a row, and is not repeated for `QUIET_STEPS`. The limits are wide of what runs that
-learn show: a line is worth reading, and no line proves nothing. A metric that a run does not have is not
-looked at.
+`signs` reads the metrics of one step; several signs compare them with those of the run's first `EARLY_STEPS`.
+A sign must be seen several steps in a row, and is not repeated for `QUIET_STEPS`. The limits are far from
+what runs that learn show: a line is worth reading, while the absence of lines proves nothing. A metric that a
+run does not have is not looked at.
 
 A collapse is a figure that leaves the best level which the run itself has had (`drifts`):
 
@@ -14,15 +16,15 @@ A collapse is a figure that leaves the best level which the run itself has had (
     falls_apart           the entropy is at more than twice its lowest level (0.5 to 1 nat above it), by 6
                           such distances when added up
     searches_fall:<kind>  a kind of question gets 0.25 searches less, by 1.2 beyond that when added up, while
-                          its solve rate falls too
+                          its solve rate falls as well
     kind_lost:<kind>      the solve rate of a kind is below about half of its best, by more than chance
     all_lost              the same over all kinds together, each compared with its own best
 
-One bad step counts for a quarter of a limit, so that no collapse is found before its fourth step; the limits
-grow where steps have few rows. They are wide of dips that healthy runs of the microworld recover from by
-themselves within six steps: an answer in 68 % of the trajectories for a step or 78 to 88 % for four, 2 nats
-more entropy for three steps; and of 1-hop questions that lose a second search which they do not need. A kind
-that is lost for eight steps is reported, also if the run finds it again later.
+One bad step counts for a quarter of a limit, so that no collapse is found before its fourth step. The limits
+grow where steps have few rows. They tolerate dips from which healthy runs of the microworld recover by
+themselves within six steps: an answer in 68 % of the trajectories for a step or 78 to 88 % for four, or 2
+nats more entropy for three steps. They also tolerate 1-hop questions that lose a second search which they do
+not need. A kind that is lost for eight steps is reported, even if the run finds it again later.
 """
 
 from __future__ import annotations
@@ -37,18 +39,19 @@ from verl.trainer.ppo.drifts import Drift, Level, halved_evidence
 from verl.trainer.ppo.kinds import by_kind, kind_words
 from verl.trainer.ppo.run_state import RunStopped
 
-EARLY_STEPS = 5  # what "at the start" is the mean of
-QUIET_STEPS = 50  # steps before the same sign is told again
-# Steps in a row before a sign is told; 3 for the others. A strong rise of the entropy is a collapse first.
+EARLY_STEPS = 5  # first steps of a run, whose mean is what it was "at the start"
+QUIET_STEPS = 50  # steps before the same sign is reported again
+# Steps in a row before a sign is reported; 3 for signs that are not here. A strong rise of the entropy is
+# reported as a collapse before that.
 PATIENCE = {"few_groups_teach": 5, "mismatch": 1, "entropy_rises": 5}
-_ANSWERED = ("train/answered", "env/finish_ratio")  # the second: of logs without the first
-_ROWS_UNKNOWN = 32.0  # of a step whose metrics do not say how many there are
+_ANSWERED = ("train/answered", "env/finish_ratio")  # logs without the first have the second
+_ROWS_UNKNOWN = 32.0  # rows of a step whose metrics do not say how many there are
 _BY_DIFFICULTY = {"filter/retired", "pools/measured"}  # with these, solved questions are asked less often
-_LOST_LIMIT = 10.0  # nats, for solve rates alone: by chance once in exp(10) steps of a kind
-_LOST_TOO = 2.3  # nats, for those of a kind that is also searched for less: ten to one
+_LOST_LIMIT = 10.0  # nats, for solve rates alone: reached by chance once in exp(10) steps of a kind
+_LOST_TOO = 2.3  # nats, for the solve rate of a kind that is also searched for less: ten to one
 _LEAST_SOLVED = 0.01  # a kind that was never solved more often than this cannot be lost
-_SEARCHES_DEVIATION = 0.7  # of the number of searches of the questions of a kind
-_MOST_KINDS = 64  # that are watched in one run: those that come first
+_SEARCHES_DEVIATION = 0.7  # standard deviation of the number of searches among questions of a kind
+_MOST_KINDS = 64  # kinds that are watched in one run: those that come first
 _COMPARED = ("actor/entropy", "critic/score/mean", "response_length/mean")
 _MORE_ENTROPY = (
     "Try actor.entropy_ctrl.target_entropy, a larger actor.entropy_coeff or actor.clip_ratio_high, or a "
@@ -57,9 +60,13 @@ _MORE_ENTROPY = (
 
 
 def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str, str]:
-    """Name -> line of each sign that a step shows. `early`: means over the first steps, once they are over.
+    """Return the line of each sign that a step shows, by the name of the sign.
 
-    A metric that is not there is NaN here: it compares false with every limit.
+    A metric that is missing is NaN here, which compares false with every limit.
+
+    Args:
+        metrics: metrics of the step.
+        early: means over the first steps, once they are over.
     """
 
     def now(*names: str) -> float:
@@ -87,8 +94,8 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
             "apart into random text. Try a smaller learning rate or actor.entropy_coeff, or a KL to the "
             "reference."
         )
-    # What the policy's text costs the reference is entropy + KL. A KL alone means little: a policy that has
-    # only become surer of itself has a large one too.
+    # What the policy's text costs the reference is entropy + KL. The KL alone means little: it is also large
+    # for a policy that has only become surer of itself.
     cost = now("actor/ref_kl", "critic/kl") + entropy
     if cost > 2 * entropy_first + 0.3 and "entropy_rises" not in seen:
         seen["far_from_reference"] = (
@@ -100,13 +107,13 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
     moved = abs(now("actor/ppo_kl"))
     clipped = now("actor/pg_clipfrac")
     if moved > 0.1 or clipped > 0.3:  # nats per token; of all tokens, where a few per cent are usual
-        what = (
+        symptom = (
             f"the policy moves by {moved:.2g} nats per token within one step"
             if moved > 0.1
             else f"the clip takes the gradient of {clipped:.0%} of the tokens"
         )
         seen["step_too_large"] = (
-            f"{what}: its updates are too large. Try a smaller learning rate, or fewer mini-batches or "
+            f"{symptom}: its updates are too large. Try a smaller learning rate, or fewer mini-batches or "
             "epochs."
         )
     highest = now("actor/ratio/max")
@@ -153,9 +160,12 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
 class HealthFinding:
     """A sign that a run shows.
 
-    name: of the sign; one of a kind of question ends with ":" and the kind. line: for the user. onset: the
-    step at which it began; for a collapse the one at which the figure left its own level. is_collapse: the
-    run has lost what it could do, and a checkpoint from before `onset` still has it.
+    Attributes:
+        name: name of the sign; for a kind of question it ends with ":" and the kind.
+        line: the line for the user.
+        onset: the step at which the sign began; for a collapse, the one at which the figure left its own
+            level.
+        is_collapse: whether the run has lost what it could do. A checkpoint from before `onset` still has it.
     """
 
     name: str
@@ -165,19 +175,22 @@ class HealthFinding:
 
 
 class HealthMonitor:
-    """Watches one run. Its state goes into checkpoints: "at the start" means the run's, not the restart's."""
+    """A monitor of one run.
+
+    Its state goes into checkpoints: "at the start" means the start of the run, not that of a restart.
+    """
 
     def __init__(self) -> None:
         self._early: dict[str, list[float]] = {name: [] for name in _COMPARED}
         self._in_a_row: dict[str, int] = {}
         self._last_told: dict[str, int] = {}
-        self._levels: dict[str, Level] = {}  # by what they are of, as the drifts
-        self._drifts: dict[str, Drift] = {}
-        self._open: dict[str, HealthFinding] = {}  # collapses that were seen and have not been left
+        self._levels: dict[str, Level] = {}  # figure -> its level
+        self._drifts: dict[str, Drift] = {}  # figure -> its drift
+        self._open: dict[str, HealthFinding] = {}  # collapses from which the run has not recovered
         self._kinds: dict[str, dict[str, dict[str, float]]] = {}  # see `training_figures`
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[HealthFinding]:
-        """Return what is to be told after this step; most often nothing."""
+        """Return the findings to report after this step; most often there are none."""
         full = {name: values for name, values in self._early.items() if len(values) == EARLY_STEPS}
         seen = signs(metrics, {name: sum(values) / len(values) for name, values in full.items()})
         for name, values in self._early.items():
@@ -201,13 +214,13 @@ class HealthMonitor:
 
     @property
     def open_collapses(self) -> list[HealthFinding]:
-        """The collapses that the run has not left, oldest first."""
+        """Return the collapses from which the run has not recovered, oldest first."""
         return sorted(self._open.values(), key=lambda finding: (finding.onset, finding.name))
 
     # ------------------------------------------------------------------------- collapses
 
     def _look_for_collapses(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Bring levels, drifts and open collapses to the end of this step."""
+        """Update levels, drifts and open collapses with the metrics of this step."""
         kinds = {kind: figures for kind, figures in by_kind(metrics).items() if _is_whole(figures)}
         of_kinds = sum(figures["count"] for figures in kinds.values())
         num_rows = metrics.get("train/answered_of", of_kinds or _ROWS_UNKNOWN)
@@ -220,7 +233,7 @@ class HealthMonitor:
         }
         for kind, figures in kinds.items():
             self._note_figures(kind, figures)
-        if kinds and _BY_DIFFICULTY.isdisjoint(metrics):  # else solve rates say nothing about the policy
+        if kinds and _BY_DIFFICULTY.isdisjoint(metrics):  # otherwise solve rates say nothing about the policy
             evidence = self._evidence(kinds)
             for kind, figures in kinds.items():
                 self._look_at_kind(step, kind, figures)
@@ -252,7 +265,8 @@ class HealthMonitor:
         entropy = float(metrics.get("actor/entropy", math.nan))
         if not math.isfinite(entropy):
             return
-        level = self._levels.setdefault("entropy", Level())  # of the entropy's negative: less is better
+        # The level is that of the negative entropy, as less entropy is better.
+        level = self._levels.setdefault("entropy", Level())
         drift = self._drifts.setdefault("entropy", Drift())
         if level.best is not None:
             lowest = -level.best
@@ -280,7 +294,10 @@ class HealthMonitor:
     def _look_at_all_kinds(
         self, step: int, kinds: Mapping[str, Mapping[str, float]], evidence: float
     ) -> None:
-        """Find many small kinds that are lost together; kinds that are lost each by itself are told so."""
+        """Find many small kinds that are lost together.
+
+        `_look_at_kind` reports kinds that are lost by themselves.
+        """
         drift = self._drifts.setdefault("all", Drift())
         drift.add(step, evidence > 0, evidence, _LOST_LIMIT)
         if drift.total > 0 and any(":" in name for name in self._open):
@@ -296,7 +313,8 @@ class HealthMonitor:
     def _look_at_kind(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         words = kind_words(kind, self._kinds)
         questions = figures["questions"]
-        lost: tuple[Drift, float, float] | None = None  # the further one, now, at its best
+        # Of the measure that has drifted further: its drift, its value now, and its best value.
+        lost: tuple[Drift, float, float] | None = None
         for measure in ("em", "score"):
             value = _share(figures[measure])
             level = self._levels.setdefault(f"{measure}:{kind}", Level())
@@ -328,18 +346,18 @@ class HealthMonitor:
             return
         loss, value, best = lost
         shares = f"{value:.1%} of them are solved now, {best:.0%} at their best"
-        falls = f"searches_fall:{kind}"
-        if loss.total >= _LOST_TOO or falls in self._open:
+        searches_sign = f"searches_fall:{kind}"
+        if loss.total >= _LOST_TOO or searches_sign in self._open:
             line = (
                 f"since step {drift.left} the policy searches less for {words} ({searches:.2g} searches a "
                 f"question, {most:.2g} before), and {shares}: it has lost the searches that these questions "
                 f"need. {_go_back(drift.left)}"
             )
-            self._open_or_close(falls, drift, limit, line)
+            self._open_or_close(searches_sign, drift, limit, line)
         line = (
             f"{words} were solved and no longer are, since step {loss.left}: {shares}. {_go_back(loss.left)}"
         )
-        if falls in self._open and f"kind_lost:{kind}" not in self._open:
+        if searches_sign in self._open and f"kind_lost:{kind}" not in self._open:
             return  # one line says it
         self._open_or_close(f"kind_lost:{kind}", loss, _LOST_LIMIT, line)
 
@@ -351,7 +369,7 @@ class HealthMonitor:
             self._open.pop(name, None)
 
     def _note_figures(self, kind: str, figures: Mapping[str, float]) -> None:
-        """Add a step to what `training_figures` returns."""
+        """Add a step to the sums from which `training_figures` computes."""
         sums = self._kinds.setdefault(kind, {"first": {"steps": 0.0}, "last": {}})
         weighted = {name: figures[name] * figures["count"] for name in ("em", "score", "searches")}
         weighted |= {"count": figures["count"], "questions": figures["questions"]}
@@ -366,7 +384,7 @@ class HealthMonitor:
     # ----------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, texts, lists and dictionaries, for `run_state.json`."""
+        """Return the state in plain numbers, strings, lists and dictionaries, for `run_state.json`."""
         return {
             "early": self._early,
             "in_a_row": self._in_a_row,
@@ -378,7 +396,10 @@ class HealthMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned; that of an older version has none of the levels."""
+        """Take what `state_dict` returned.
+
+        The state of an older version has no levels, drifts, open collapses and kinds.
+        """
         state = copy.deepcopy(dict(state))
         self._early |= {name: list(values) for name, values in state["early"].items()}
         self._in_a_row = state["in_a_row"]
@@ -394,7 +415,8 @@ def training_figures(state: Mapping[str, Any], when: str) -> dict[str, dict[str,
 
     Args:
         state: `HealthMonitor.state_dict()`; {} before the first step.
-        when: "first", the mean over the first steps that had the kind; "last", over its last five or so.
+        when: "first" for the mean over the first steps that had the kind; "last" for the mean over about its
+            last five.
     """
     figures: dict[str, dict[str, Any]] = {}
     for kind, sums in state.get("kinds", {}).items():
@@ -413,7 +435,7 @@ def _is_whole(figures: Mapping[str, float]) -> bool:
 
 
 def _share(value: float) -> float:
-    """Return an exact match or a score as a share: within 0 and 1."""
+    """Return an exact match or a score as a share, limited to the range from 0 to 1."""
     return min(max(value, 0.0), 1.0)
 
 
@@ -425,7 +447,14 @@ def _go_back(onset: int | None) -> str:
 
 
 def check_updates(metrics: Mapping[str, float], updates: Mapping[str, Any], step: int, limit: int) -> None:
-    """RunStopped: updates of the actor or the critic are skipped again and again. updates: what each said."""
+    """Raise RunStopped if updates of the actor or the critic are skipped again and again.
+
+    Args:
+        metrics: metrics of the step.
+        updates: model -> meta_info of its update.
+        step: number of the step.
+        limit: how many skipped updates in a row stop the run.
+    """
     for name, update in updates.items():
         count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
         if count >= limit:

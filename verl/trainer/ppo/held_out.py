@@ -30,14 +30,17 @@ def read_sets(
     """Read the sets of `trainer.evals`.
 
     A set without files has the rows of the validation, or `n` of them where there are more. With another
-    retriever than its own it has those that search, and is left out, with a note, where none does: a
-    configuration with such a set works for any rows.
+    retriever than its own, it has only the rows that search. Where no row searches it is left out, with a
+    note, so that a configuration with such a set works for any rows.
 
     Args:
-        data: the settings of `RLHFDataset`. validation: the rows of `data.val_files`.
+        config: the whole configuration.
+        tokenizer: the policy's tokenizer.
+        data: the settings of `RLHFDataset`.
+        validation: the rows of `data.val_files`.
 
     Raises:
-        ValueError: rows that can't be used (`RLHFDataset`, `with_retriever`).
+        ValueError: if rows can't be used (`RLHFDataset`, `with_retriever`).
     """
     sets = []
     for held_out in evals_of(config):
@@ -66,7 +69,14 @@ def read_sets(
 
 @dataclass(frozen=True)
 class HeldOutSets:
-    """All of a run. batch_size: rollouts in flight at once; None: all of a set. seed: of their sampling."""
+    """The held-out sets of a run.
+
+    Attributes:
+        sets: each set's settings, with its rows.
+        reward_fn: scores the rollouts.
+        batch_size: rollouts in flight at once; None for all of a set.
+        seed: seed of the sampling.
+    """
 
     sets: Sequence[tuple[HeldOut, RLHFDataset]]
     reward_fn: RewardManager
@@ -75,15 +85,25 @@ class HeldOutSets:
 
     @property
     def most_rollouts(self) -> int:
-        """Of a set."""
-        return max((len(rows) * each.rollouts for each, rows in self.sets), default=0)
+        """Return the largest number of rollouts of a set."""
+        return max((len(rows) * held_out.rollouts for held_out, rows in self.sets), default=0)
 
     def measure(
         self, generate: Callable[[DataProto], DataProto], step: int, last: bool
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Those that are due after a step, the last one of the run or not: `eval/<name>/` avg@k, pass@j for
-        j <= k, em, f1, searches, completion_len, unverified, truncated (`verl/evaluation/figures.py`), and a
-        line for each rollout. A figure over no rollout is missing. Equal seeds give equal draws.
+        """Measure the sets that are due after a step.
+
+        Equal seeds give equal draws.
+
+        Args:
+            generate: prompts -> a trajectory for each row.
+            step: number of finished steps.
+            last: whether the step is the last one of the run, after which all sets are due.
+
+        Returns:
+            The metrics `eval/<name>/`: avg@k, pass@j for j <= k, em, f1, searches, completion_len, unverified
+            and truncated (`verl/evaluation/figures.py`), where a figure over no rollout is missing; and a
+            line for each rollout.
         """
         metrics: dict[str, float] = {}
         lines: list[dict[str, Any]] = []
@@ -91,29 +111,33 @@ class HeldOutSets:
             if not last and step % held_out.every:
                 continue
             with announced(f"evaluation {held_out.name} of {len(rows)} questions"):
-                own = self._ask(generate, held_out, rows)
-            summary = summarize(own, held_out.solved_at)
+                lines_of_set = self._ask(generate, held_out, rows)
+            summary = summarize(lines_of_set, held_out.solved_at)
             figures = {name: value[0] for name, value in summary.items() if isinstance(value, list)}
             of_verified = {name: summary[name] for name in ("searches", "completion_len")}
             figures |= {name: value for name, value in of_verified.items() if value is not None}
             figures |= {name: float(summary[f"num_{name}"]) for name in ("unverified", "truncated")}
             metrics |= {f"eval/{held_out.name}/{name}": value for name, value in figures.items()}
-            lines += own
+            lines += lines_of_set
         return metrics, lines
 
     def _ask(
         self, generate: Callable[[DataProto], DataProto], held_out: HeldOut, rows: RLHFDataset
     ) -> list[dict[str, Any]]:
-        places = [(example, i) for example in range(len(rows)) for i in range(held_out.rollouts)]
+        draws = [(example, i) for example in range(len(rows)) for i in range(held_out.rollouts)]
         lines: list[dict[str, Any]] = []
-        size = self.batch_size or len(places)
-        for start in range(0, len(places), size):
-            asked = places[start : start + size]
-            prompts = prompt_batch([rows[example] for example, _ in asked], f"{held_out.name}-{start}")
-            seeds = torch.tensor([rollout_seed(self.seed, place) for place in asked])
+        size = self.batch_size or len(draws)
+        for start in range(0, len(draws), size):
+            draws_of_batch = draws[start : start + size]
+            prompts = prompt_batch(
+                [rows[example] for example, _ in draws_of_batch], f"{held_out.name}-{start}"
+            )
+            seeds = torch.tensor([rollout_seed(self.seed, draw) for draw in draws_of_batch])
             batch = ask(generate, self.reward_fn, prompts, seeds, held_out.temperature)
             counts = batch.tensors["num_sampled"].tolist()
-            for (example, i), count, record in zip(asked, counts, question_records(batch), strict=True):
+            for (example, i), count, record in zip(
+                draws_of_batch, counts, question_records(batch), strict=True
+            ):
                 reason = record["finish_reason"]
                 line = {"eval": held_out.name, "example_id": example, "rollout_idx": i, **record}
                 line |= {"task": record["data_source"], "completion_len": count}

@@ -1,4 +1,4 @@
-"""Kinds of questions: those of one environment, one data source and one number of hops.
+"""Kinds of questions: a kind has one environment, one data source and one number of hops.
 
     rows of a step      --kind_metrics-->  kinds/<kind>/{em,score,searches,count,questions}
     rows of validation  --kind_figures-->  {kind: {em, score, searches, count, judged_by}}
@@ -17,7 +17,7 @@ import numpy as np
 
 from verl.environments.registry import SEARCH
 
-MAX_KINDS = 16  # of one step or one validation; the most frequent ones
+MAX_KINDS = 16  # kinds that are reported of one step or one validation: the most frequent ones
 PREFIX = "kinds/"
 _HOPS = re.compile(r"(?:(?P<source>.*)\.)?hops_(?P<hops>[^.]+)")
 
@@ -26,7 +26,7 @@ def kind_of(environment: str | None, data_source: Any, hops: Any) -> str:
     """Return the name of a row's kind, such as `nq`, `microworld.hops_2` or `maze.Maze`.
 
     Args:
-        environment: the name of the row's environment; None or "search" for searches.
+        environment: name of the row's environment; None or "search" for searches.
         data_source: the row's column of that name.
         hops: how many searches the question needs; None if the data does not say.
     """
@@ -70,11 +70,14 @@ def kind_metrics(
     scores: Sequence[float],
     searches: Sequence[int],
 ) -> dict[str, float]:
-    """Return `kinds/<kind>/..` of N rows: means of em, score and searches, rows, and different questions.
+    """Return `kinds/<kind>/..` of N rows: means of em, score and searches, and counts of rows and questions.
 
     Args:
-        kinds, em, scores, searches: of each row.
-        uids: of each row; the rows of one question share theirs.
+        kinds: the kind of each row.
+        uids: the uid of each row; the rows of one question share theirs.
+        em: the exact match of each row.
+        scores: the score of each row.
+        searches: the number of searches of each row.
     """
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, kind in enumerate(kinds):
@@ -93,7 +96,7 @@ def kind_metrics(
 
 
 def by_kind(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Undo the naming of `kind_metrics`: kind -> name -> value."""
+    """Undo the naming of `kind_metrics`; return kind -> name -> value."""
     figures: dict[str, dict[str, float]] = defaultdict(dict)
     for name, value in metrics.items():
         if name.startswith(PREFIX):
@@ -109,8 +112,8 @@ def kind_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         rows: records as `question_records` of the validation makes them.
 
     Returns:
-        kind -> em, score, searches (means), count, and judged_by: "score" if the score of some row is an
-        environment's or a verifier's, so that the exact match says little, else "em".
+        Kind -> em, score, searches (means), count, and judged_by. That is "score" if the score of some row is
+        an environment's or a verifier's, so that the exact match says little, and otherwise "em".
     """
     rows_of: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     kinds = [kind_of(row["env_class"], row["data_source"], row["hops"]) for row in rows]

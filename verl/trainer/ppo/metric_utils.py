@@ -17,11 +17,11 @@ import torch
 
 from verl.protocol import DataProto
 
-REPEAT_LENGTH = 8  # tokens; longer than what the protocol's tags make every turn say again
+REPEAT_LENGTH = 8  # tokens; longer than what the protocol's tags make every turn repeat
 
 
 class Timer:
-    """Wall seconds by phase: `with timer("gen"): ...`; `timer.seconds["gen"]`."""
+    """A timer of wall seconds by phase: `with timer("gen"): ...` adds to `timer.seconds["gen"]`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -39,14 +39,18 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     if values.numel() == 0:
         return {}
     values = values.float()
-    return {f"{name}/{how}": getattr(values, how)().item() for how in ("mean", "max", "min")}
+    return {
+        f"{name}/{statistic}": getattr(values, statistic)().item() for statistic in ("mean", "max", "min")
+    }
 
 
 def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, float]:
-    """`critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `response/*`, `groups/*`,
-    `timing_*`, `perf/trained_*` of one step; with a critic `critic/values/*` and `critic/vf_explained_var`.
+    """Return the metrics of one step.
 
-    With `sampled_mask` (tokens were rejected since, see `take_out_rejected`) they are of what was sampled.
+    They are `critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `response/*`, `groups/*`,
+    `timing_*` and `perf/trained_*`, and with a critic `critic/values/*` and `critic/vf_explained_var`. If the
+    batch has `sampled_mask` (tokens were rejected since, see `take_out_rejected`), they count what was
+    sampled.
     """
     tensors = batch.tensors
     mask = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"].bool()
@@ -88,11 +92,15 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
 
 
 def repeated_ngrams(responses: torch.Tensor, mask: torch.Tensor, length: int = REPEAT_LENGTH) -> float:
-    """The share of n-grams that stood in the same trajectory before; near 0 for ordinary text, near 1 for a
-    policy that writes the same words again and again.
+    """Return the share of n-grams that occurred in the same trajectory before.
 
-    An n-gram is `length` sampled tokens in a row; one never reaches over an observation. 0 if there is none.
-    responses: [N, R] int64. mask: [N, R] bool, where the policy sampled.
+    The share is near 0 for ordinary text, and near 1 for a policy that writes the same words again and again.
+    An n-gram never reaches across an observation. The share is 0 if there is no n-gram.
+
+    Args:
+        responses: tokens, [N, R] int64.
+        mask: where the policy sampled, [N, R] bool.
+        length: how many sampled tokens in a row are an n-gram.
     """
     rows, columns = (index.numpy() for index in mask.nonzero(as_tuple=True))
     if len(rows) < length:
@@ -101,8 +109,9 @@ def repeated_ngrams(responses: torch.Tensor, mask: torch.Tensor, length: int = R
     last = length - 1
     unbroken = (rows[last:] == rows[:-last]) & (columns[last:] - columns[:-last] == last)
     hashes = rows[: len(unbroken)].astype(np.uint64)
-    for place in range(length):  # 64-bit polynomial, wrapping around: equal n-grams of a row, equal numbers
-        hashes = hashes * _HASH_FACTOR + tokens[place : place + len(unbroken)]
+    # A 64-bit polynomial that wraps around: equal n-grams of a row have equal numbers.
+    for offset in range(length):
+        hashes = hashes * _HASH_FACTOR + tokens[offset : offset + len(unbroken)]
         hashes ^= hashes >> np.uint64(29)
     hashes = np.sort(hashes[unbroken])
     return float((hashes[1:] == hashes[:-1]).sum() / len(hashes)) if len(hashes) else 0.0
@@ -114,9 +123,10 @@ _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 def effective_group_share(
     advantages: torch.Tensor, mask: torch.Tensor, uids: Sequence[Any] | np.ndarray
 ) -> float:
-    """The share of groups (rows of one uid) in which some sampled token has an advantage other than 0.
+    """Return the share of groups (rows of one uid) in which some sampled token has an advantage other than 0.
 
-    The policy gradient comes from these alone; in the others all answers were equally good, or none sampled.
+    The policy gradient comes from these alone. In the others all answers were equally good, or none was
+    sampled.
     """
     learns = ((advantages != 0) & mask).any(dim=-1).numpy()
     groups = np.unique(np.asarray(uids, dtype=object).astype(str), return_inverse=True)[1].reshape(-1)
@@ -124,8 +134,10 @@ def effective_group_share(
 
 
 def seqlen_metrics(tokens_per_rank: list[int], batch: DataProto) -> dict[str, float]:
-    """`global_seqlen/*`: tokens of a rank if the rows of `batch` were dealt out in order, and as they were
-    balanced (`tokens_per_rank`).
+    """Return `global_seqlen/*`: how many tokens the ranks have.
+
+    min, max and minmax_diff are of ranks to which the rows of `batch` are dealt out in order. balanced_min,
+    balanced_max and mean are of the ranks as they were balanced (`tokens_per_rank`).
     """
     lengths = batch.tensors["prompt_length"] + batch.tensors["response_length"]
     chunks = [int(chunk.sum()) for chunk in lengths.chunk(len(tokens_per_rank))]

@@ -1,14 +1,14 @@
-"""What a run has not learnt, by kinds of questions: from its last validation, else from its last steps.
+"""The kinds of questions that a run has not learnt, by its last validation, or else by its last steps.
 
 A kind of at least `FEWEST_QUESTIONS` questions is not learnt
 
-    if its collapse was reported and has not been left, or
+    if its collapse was reported and the run has not recovered from it, or
     if its value after training is clearly below three quarters of its value before ("lost"), or
     if it is below half of the best kind's and not clearly above its value before.
 
-The value is the exact match, or the score where an environment or a verifier gives it, and in a run in which
-no answer matches exactly. "Clearly" is more than three standard errors of the difference of two shares. A
-value before training that nobody knows counts as 0.
+The value is the exact match. It is the score where an environment or a verifier gives it, and in a run in
+which no answer matches exactly. "Clearly" means by more than three standard errors of the difference of two
+shares. A value before training that is not known counts as 0.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ def run_outcome(
     """Return not_learnt, score_rose and open_collapses, for `summary.json`.
 
     Args:
-        before, after: the validation's figures before and after training, with `kinds`; {} of none.
+        before: the figures of the validation before training, with `kinds`; {} if there was none.
+        after: the figures of the validation after training, likewise.
         health: `HealthMonitor.state_dict()` at the end of the run.
-        steps: that the run has made. A run of no steps has nothing that it should have learnt.
+        steps: steps that the run has made. A run of no steps has nothing that it should have learnt.
 
     Returns:
-        not_learnt: a list of {kind, em, searches, reason}, the worst first. score_rose: whether the value
-        over all questions is above that before training by two standard errors; None if that is not known.
-        open_collapses: a list of {name, onset, line} of the collapses that were reported and not left.
+        A dictionary:
+
+        - not_learnt: a list of {kind, em, searches, reason}, the worst first.
+        - score_rose: whether the value over all questions is above that before training by two standard
+          errors; None if that is not known.
+        - open_collapses: a list of {name, onset, line} of the collapses that were reported and from which the
+          run has not recovered.
     """
     collapses = [
         {"name": finding["name"], "onset": finding["onset"], "line": finding["line"]}
@@ -110,7 +115,7 @@ def _rose(first: Figures, last: Figures, matches: bool) -> bool | None:
         return None
     count = sum(last[kind]["count"] for kind in kinds)
     now = sum(_value(last[kind], matches) * last[kind]["count"] for kind in kinds) / count
-    # weighed as the last ones are: another mixture of kinds is no progress
+    # The kinds have the weights of the last figures: another mixture of kinds is no progress.
     then = sum(_value(first[kind], matches) * last[kind]["count"] for kind in kinds) / count
     earlier_count = sum(first[kind]["count"] for kind in kinds)
     return bool(now - then > 2 * _standard_error(now, count, then, earlier_count))
@@ -122,6 +127,6 @@ def _value(figures: Mapping[str, Any], matches: bool) -> float:
 
 
 def _standard_error(now: float, count: float, then: float, earlier_count: float) -> float:
-    """Return that of the difference of two shares, under the assumption that they are the same."""
+    """Return the standard error of the difference of two shares, assuming that they are equal."""
     share = (now * count + then * earlier_count) / (count + earlier_count)
     return math.sqrt(share * (1 - share) * (1 / count + 1 / earlier_count))

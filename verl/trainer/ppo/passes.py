@@ -1,4 +1,4 @@
-"""Which passes a configuration needs before the update, and why: nothing is computed that is not used.
+"""The passes that a configuration needs before the update, and why: nothing unused is computed.
 
     asked for by                                             -> pass
     estimator takes values                                   -> the critic's values (and its update)
@@ -27,8 +27,9 @@ from verl.utils.dataset.row_environments import environments_of, searches
 
 
 class Passes:
-    """What a run computes, of the whole configuration. ValueError: an estimator or a loss that is not there,
-    or a rollout correction that can't be.
+    """The computations of a run, derived from the whole configuration.
+
+    Raises ValueError for an estimator or a loss that does not exist, or a rollout correction that can't be.
     """
 
     def __init__(self, config: Config) -> None:
@@ -38,27 +39,31 @@ class Passes:
         inputs = estimator_inputs(algorithm.adv_estimator)
         loss_inputs = policy_loss_inputs(actor.policy_loss.loss_mode)
         trains = not config.trainer.val_only
-        self.turn_credit = algorithm.turn_credit  # weight of the rewards of single turns
-        self.estimator_inputs = estimator_inputs(algorithm.adv_estimator, self.turn_credit)  # names
-        self.values = trains and "values" in inputs  # a critic
+        self.turn_credit = algorithm.turn_credit  # the weight of the rewards of single turns
+        # The names of all that the estimator takes.
+        self.estimator_inputs = estimator_inputs(algorithm.adv_estimator, self.turn_credit)
+        self.values = trains and "values" in inputs  # there is a critic
         self.compares_group = "index" in inputs  # an advantage is relative to the other rows of its prompt
-        self.greedy_rollouts = "reward_baselines" in inputs  # one greedy trajectory for each prompt
+        self.greedy_rollouts = "reward_baselines" in inputs  # each prompt has a greedy trajectory
         self.kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
         kl_in_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
-        self.reference = trains and (self.kl_in_reward or kl_in_loss)  # log-probs of the reference
-        self.teacher = "teacher_log_prob" in loss_inputs  # log-probs of actor_rollout_ref.teacher
-        self.corrects = corrects(algorithm.rollout_correction)  # by weights or rejection
+        self.reference = trains and (self.kl_in_reward or kl_in_loss)  # log-probs of the reference are needed
+        self.teacher = "teacher_log_prob" in loss_inputs  # log-probs of actor_rollout_ref.teacher are needed
+        self.corrects = corrects(algorithm.rollout_correction)  # there are weights or rejection
         self.bypass = algorithm.rollout_correction.bypass_mode  # old log-probs are the rollout engine's
         self.sum_pi_squared = "sum_pi_squared" in inputs  # the old-log-prob pass gives this too
         self.has_ratio = "old_log_prob" in loss_inputs  # the policy loss can't do without old log-probs
-        # components of the reward that are looked at one by one (gdpo)
+        # Components of the reward that are looked at one by one (gdpo).
         self.reward_keys = tuple(algorithm.gdpo_reward_keys or ()) if "reward_components" in inputs else ()
-        # each turn is a row of the policy's update
+        # Whether each turn is a row of the policy's update.
         self.step_wise: bool = config.actor_rollout_ref.rollout.step_wise
 
     def old_log_probs(self, updates_actor: bool, num_updates: int) -> bool:
-        """Whether a step makes the pass for old log-probs. updates_actor: it trains the actor (not in
-        `trainer.critic_warmup`), by `num_updates` optimizer steps; with a single one its ratio is 1 anyway.
+        """Return whether a step makes the pass for old log-probs.
+
+        Args:
+            updates_actor: whether the step trains the actor (it does not in `trainer.critic_warmup`).
+            num_updates: optimizer steps of the actor; with a single one the ratio is 1 anyway.
         """
         if self.sum_pi_squared:
             return True
@@ -68,13 +73,23 @@ class Passes:
         return in_advantages or self.corrects or (self.has_ratio and updates_actor and num_updates > 1)
 
     def reference_log_probs(self, updates_actor: bool) -> bool:
-        """Whether a step makes the reference's pass: in the critic's warm-up only for KL in the reward."""
+        """Return whether a step makes the reference's pass.
+
+        In the critic's warm-up it does so only for a KL in the reward.
+        """
         return self.kl_in_reward or (self.reference and updates_actor)
 
     def banner(
         self, config: Config, rows: tuple[int, int], steps: tuple[int, int], num_processes: int
     ) -> str:
-        """What a run is, for its first lines. rows: of training, of validation; steps: done, and in all."""
+        """Return a description of the run, for its first lines.
+
+        Args:
+            config: the whole configuration.
+            rows: number of training rows, and of validation rows.
+            steps: number of steps that are done, and of all steps.
+            num_processes: number of processes that train.
+        """
         trainer = config.trainer
         actor = config.actor_rollout_ref.actor
         answers = config.actor_rollout_ref.rollout.n_agent * config.actor_rollout_ref.rollout.n

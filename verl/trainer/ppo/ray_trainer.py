@@ -1,7 +1,7 @@
 """The driver of a run: one process that holds the loop, and worker groups that hold the models.
 
-`RayPPOTrainer.fit` is a run; the body of its loop is a step, from top to bottom. The same trainer runs with
-a Ray worker group (one actor a process, any number of machines) and with the in-process one
+`RayPPOTrainer.fit` is a run; the body of its loop is a step, from top to bottom. The same trainer runs with a
+Ray worker group (one actor per process, any number of machines) and with the in-process one
 (`trainer.backend=local`). Weights never pass through the driver; the rows of a step do.
 """
 
@@ -54,22 +54,32 @@ from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches, shuffled
 
-PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")  # for log-probs and values
-RESUMED = ("sampler", "kl_controller", "running_baseline", "health")  # have a state_dict in `RunState`
-NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")  # not for the update
+# Columns that the passes for log-probs and values read.
+PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+# Attributes of the trainer whose `state_dict` is in `RunState`.
+RESUMED = ("sampler", "kl_controller", "running_baseline", "health")
+# Columns that the update does not read.
+NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")
 
 
 class RayPPOTrainer(ResumableRun):
-    """PPO and its critic-free relatives over worker groups; `Passes` says what a run computes.
+    """The trainer for PPO and its critic-free relatives over worker groups.
+
+    `Passes` says what a run computes.
 
     Args:
         config: the whole configuration, validated.
-        tokenizer: the policy's tokenizer; used for rewards and records, never to make training ids.
+        tokenizer: the policy's tokenizer; it is used for rewards and records, never to make training ids.
         role_worker_mapping: role -> worker class with its constructor arguments.
-        trajectory_metrics: trajectories of a step -> the agent's metrics (`env/*`).
-        extra_val_dataset: is measured at the start and at the end, and reported on its own.
+        resource_pool_manager: the pool of each role.
+        reward_fn: scores training rows.
+        val_reward_fn: scores validation rows.
+        trajectory_metrics: computes the agent's metrics (`env/*`) from the trajectories of a step.
+        train_dataset: the rows to train on.
+        val_dataset: the validation questions.
+        extra_val_dataset: questions that are measured at the start and at the end, and reported on their own.
         evals: the sets of `trainer.evals`.
-        stop_request: whether the run shall end after the present step, with a checkpoint.
+        stop_request: says whether the run shall end after the present step, with a checkpoint.
     """
 
     recorder: RunRecorder
@@ -99,7 +109,7 @@ class RayPPOTrainer(ResumableRun):
         self.val_dataset = val_dataset
         self.extra_val_dataset = extra_val_dataset
         self.evals = evals or HeldOutSets([], val_reward_fn, None, config.trainer.seed)
-        self.test_periods = [config.trainer.test_freq, *(each.every for each, _ in self.evals.sets)]
+        self.test_periods = [config.trainer.test_freq, *(held_out.every for held_out, _ in self.evals.sets)]
         self.passes = Passes(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_baseline = RunningBaseline(config.algorithm.rae_decay)
@@ -111,24 +121,26 @@ class RayPPOTrainer(ResumableRun):
         for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
             if optim.total_training_steps <= 0:
                 optim.total_training_steps = self.total_steps
-        self.num_restarts = 0  # of this run so far (`verl/trainer/restarts.py`)
-        self.num_rewinds = 0  # the same
-        self.rewinds_left = 0  # that it may still make
+        self.num_restarts = 0  # restarts of this run so far, set by `verl/trainer/restarts.py`
+        self.num_rewinds = 0  # rewinds of this run so far, set there too
+        self.rewinds_left = 0  # rewinds that it may still make, set there too
         self.when_folder_is_taken: Callable[[], None] = lambda: None  # called before the workers are made
         self.recorder = RunRecorder(config, total_steps=self.total_steps)
         self.collector = TrajectoryCollector(
             config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
         )
         self.failures = FailureWatch(config, self.recorder.say)
-        self.stream: RolloutStream | None = None  # where rollouts have processes of their own
+        self.stream: RolloutStream | None = None  # set if rollouts have processes of their own
 
     # ---------------------------------------------------------------- workers
 
     def init_workers(self) -> None:
         """Take the run folder, start the processes, load the models into them and start the rollout engine.
 
-        ValueError: another run is in the folder, its checkpoint is of a run with other settings, or a model
-        does not fit. EngineUnavailable: the rollout engine's servers don't start, or don't answer.
+        Raises:
+            ValueError: if another run is in the folder, its checkpoint is of a run with other settings, or a
+                model does not fit.
+            EngineUnavailable: if the rollout engine's servers do not start or do not answer.
         """
         self._take_folder()
         self.when_folder_is_taken()
@@ -150,19 +162,20 @@ class RayPPOTrainer(ResumableRun):
             self.actor_rollout_wg.start_rollout(num_rows, taken_beside_rollouts(config))
             return
         group = self.worker_groups[Role.Rollout.value]
-        ahead = config.trainer.async_training.max_staleness
-        num_rows = -(-self._most_rows() * (1 + ahead) // group.world_size)
+        max_staleness = config.trainer.async_training.max_staleness
+        num_rows = -(-self._most_rows() * (1 + max_staleness) // group.world_size)
         group.start_rollout(num_rows, self.actor_rollout_wg.rollout_dtype()[0])
         self.stream = RolloutStream(config, self.collector, group, self.total_steps, self.recorder.say)
 
     def _most_rows(self) -> int:
-        """Trajectories of the largest batch that is generated, over all processes."""
+        """Return the number of trajectories in the largest batch that is generated, over all processes."""
         data = self.config.data
         rollout = self.config.actor_rollout_ref.rollout
         questions = max(len(self.val_dataset), len(self.extra_val_dataset or ()), self.evals.most_rollouts)
         sources = self.train_dataset.sources if isinstance(self.train_dataset, Mixture) else ()
         return max(
-            data.train_batch_size * max([rollout.n_agent * rollout.n, *(each.n or 0 for each in sources)]),
+            data.train_batch_size
+            * max([rollout.n_agent * rollout.n, *(source.n or 0 for source in sources)]),
             min(data.val_batch_size or questions, questions),
         )
 
@@ -176,8 +189,14 @@ class RayPPOTrainer(ResumableRun):
     # ------------------------------------------------------------------- loop
 
     def fit(self) -> dict[str, Any]:
-        """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds.
-        RunStopped: it can't go on. StoppedOnRequest: it was asked to stop.
+        """Run to `total_steps` from where the last checkpoint stands.
+
+        Returns:
+            The contents of `summary.json`.
+
+        Raises:
+            RunStopped: if the run can't go on.
+            StoppedOnRequest: if the run was asked to stop.
         """
         self._resume()
         rows = (len(self.train_dataset), len(self.val_dataset))
@@ -254,7 +273,7 @@ class RayPPOTrainer(ResumableRun):
                         with timer("testing"):
                             try:
                                 metrics |= self._test(step, last)
-                            except RunStopped as failure:  # the step is done all the same
+                            except RunStopped as failure:  # the step itself is complete
                                 search_failure = failure
                 metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
                 stop = search_failure is not None or (self.stop_request.asked and not last)
@@ -275,7 +294,10 @@ class RayPPOTrainer(ResumableRun):
     # ----------------------------------------------------------- parts of a step
 
     def _trajectories(self, count: int, step: int, is_last: bool) -> DataProto:
-        """Those of `count` groups: sampled now, or ahead. SearchesFailed, EnvironmentsFailed: of too many."""
+        """Return the trajectories of `count` groups, sampled now or ahead.
+
+        Raises SearchesFailed or EnvironmentsFailed if too many searches or episodes failed.
+        """
         if self.stream is None:
             generated = self._generate_sequences(self.collector.prompts(step, count, is_last))
             trajectories, self.collector.unfinished = split_unfinished(generated)
@@ -285,23 +307,26 @@ class RayPPOTrainer(ResumableRun):
         return trajectories
 
     def _sync_weights(self) -> None:
-        """Gives the rollouts the policy of this step."""
+        """Give the rollouts the policy of this step."""
         if self.stream is None:
             self.actor_rollout_wg.sync_weights()
             return
         weights = self.actor_rollout_wg.export_weights(self.state.step, weight_folder(self.config))
         self.stream.send_weights(self.state.step, weights, begin=not self.config.trainer.val_only)
-        self.actor_rollout_wg.data_position()  # waits until they are exported: the timer shows what that took
+        # Wait until the weights are exported, so that the timer shows how long that took.
+        self.actor_rollout_wg.data_position()
 
     def _generate_sequences(self, prompts: DataProto) -> DataProto:
-        """A trajectory for each row of prompts, with the prompts' columns. SearchesFailed,
-        EnvironmentsFailed: of too many; see `FailureWatch`.
+        """Return a trajectory for each row of the prompts, with the prompts' columns.
+
+        Raises SearchesFailed or EnvironmentsFailed if too many searches or episodes failed; see
+        `FailureWatch`.
         """
         columns = prompts.non_tensor_batch
         shipped = [name for name in ("raw_prompt_ids", "uid", "continuation", "episode") if name in columns]
         workers = self.actor_rollout_wg
         if self.stream is not None:
-            self.stream.settle()  # no other weights are measured
+            self.stream.settle()  # so that no older weights are measured
             workers = self.stream.workers
         generated = workers.generate_sequences(prompts.select(non_tensor_batch_keys=shipped))
         trajectories = generated.non_tensor_batch["trajectory"]
@@ -312,7 +337,7 @@ class RayPPOTrainer(ResumableRun):
     def _add_log_probs_and_values(
         self, batch: DataProto, trains_actor: bool, timer: metric_utils.Timer
     ) -> None:
-        """Adds what the advantages and the update need: nothing is computed that is not used."""
+        """Add what the advantages and the update need; nothing is computed that is not used."""
         passes = self.passes
         actor = self.config.actor_rollout_ref.actor
         num_updates = actor.ppo_epochs * num_mini_batches(self.config, len(batch), actor)
@@ -334,9 +359,18 @@ class RayPPOTrainer(ResumableRun):
     def _arranged(
         self, batch: DataProto, group: WorkerGroup, block: Actor | Critic
     ) -> tuple[DataProto, list[int]]:
-        """The columns that an update reads (`block`: actor or critic), with the rows in the order in which
-        the processes of a group get them; and the number of tokens of each process. Rows are shuffled here,
-        so that a mini-batch is the same set for any number of processes.
+        """Return the columns that an update reads, with the rows in order for the processes of a group.
+
+        Rows are shuffled here, so that a mini-batch is the same set for any number of processes.
+
+        Args:
+            batch: the rows of the step.
+            group: the workers of the actor or the critic.
+            block: the configuration of the actor or the critic.
+
+        Returns:
+            The columns, with the rows in the order in which the processes get them, and the number of tokens
+            of each process.
         """
         columns = [str(name) for name, _ in batch.tensors.items() if name not in NOT_TRAINED_ON]
         rows = batch.select(columns, ["uid"], [])
@@ -344,13 +378,17 @@ class RayPPOTrainer(ResumableRun):
             rows = rows.select_idxs(shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0))
         tensors = rows.tensors
         count = num_mini_batches(self.config, len(batch), block)
-        if block.loss_agg_mode == PROMPT_MEAN:  # is divided by what the uid's rows of a mini-batch sampled
+        if block.loss_agg_mode == PROMPT_MEAN:
+            # The loss of a row is divided by what its uid's rows of the mini-batch sampled.
             mask = tensors["response_mask"]
             uids = rows.non_tensor_batch["uid"]
-            spans = [slice(part.start, part.stop) for part in mini_batches(len(batch), count)]
+            spans = [
+                slice(mini_batch.start, mini_batch.stop) for mini_batch in mini_batches(len(batch), count)
+            ]
             counts = [prompt_counts(mask[span], uids[span]) for span in spans]
             tensors["prompt_tokens"], tensors["prompt_rows"] = map(torch.cat, zip(*counts, strict=True))
-        if block.get("echo_coeff"):  # learns tokens of the response that the policy read and did not sample
+        if block.get("echo_coeff"):
+            # The actor also learns the tokens of the response that the policy read and did not sample.
             sampled = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"]
             tensors["observation_mask"] = tensors["attention_mask"][:, -sampled.shape[1] :] * (1 - sampled)
         if group.dp_size == 1:
@@ -362,11 +400,11 @@ class RayPPOTrainer(ResumableRun):
 
     @cached_property
     def _attention_length(self) -> float:
-        """See `batching`. Read once."""
+        """Return the model's attention length, which is read once; see `batching`."""
         return attention_length(load_hf_config(self.config.actor_rollout_ref.model))
 
     def _update_actor(self, rows: DataProto, step: int) -> dict[str, Any]:
-        """Trains the policy; where it is due, the result is the new reference."""
+        """Train the policy, and make the result the new reference where that is due."""
         update = self.actor_rollout_wg.update_actor(rows).meta_info
         reset_every = self.config.actor_rollout_ref.ref.reset_every
         if self.passes.reference and reset_every and step % reset_every == 0:
@@ -376,13 +414,16 @@ class RayPPOTrainer(ResumableRun):
     def _take_state(
         self, metrics: dict[str, float], timer: metric_utils.Timer, started: float
     ) -> list[HealthFinding]:
-        """Bring `state` to the end of this step, from where a checkpoint goes on; return what to tell."""
+        """Bring `state` to the end of this step, and return the findings to report.
+
+        A run that resumes from a checkpoint goes on from this state.
+        """
         if self.config.trainer.max_restarts:
             metrics["trainer/num_restarts"] = self.num_restarts
         if self.config.trainer.on_collapse == "rewind":
             metrics["trainer/num_rewinds"] = self.num_rewinds
         self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
-        # the score of all trajectories: that of those chosen to be trained says little
+        # The score is that of all trajectories: that of the ones chosen for training says little.
         findings = self.health.check(self.state.step, metrics | {"critic/score/mean": metrics["train/score"]})
         for name in RESUMED:
             setattr(self.state, name, getattr(self, name).state_dict())
@@ -400,16 +441,18 @@ class RayPPOTrainer(ResumableRun):
             if self.rewinds_left > 0:
                 raise CollapseSeen(self.state.step, collapses[0])
             return
-        if is_over:  # its last line says so
+        if is_over:  # the last line of the run names the collapse
             return
         earlier = step_before(self.checkpoints, collapses[0].onset, 0)
         path = self.checkpoints.folder(earlier)
-        way = f" and trainer.resume_mode=from_path trainer.resume_from_path={path}" if earlier else ""
+        resume_settings = (
+            f" and trainer.resume_mode=from_path trainer.resume_from_path={path}" if earlier else ""
+        )
         raise CollapseSeen(
             self.state.step,
             collapses[0],
             " The run stops (trainer.on_collapse=stop). To go on as it is, set trainer.on_collapse=warn; to "
-            f"go back, set trainer.on_collapse=rewind, or a smaller learning rate{way}.",
+            f"go back, set trainer.on_collapse=rewind, or a smaller learning rate{resume_settings}.",
         )
 
     def _save_checkpoint(self) -> None:
@@ -417,7 +460,7 @@ class RayPPOTrainer(ResumableRun):
             settings = json.dumps(self.learning_settings, indent=1)
             (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
             self.collector.save(folder)
-            if self.stream is not None:  # its prompts were drawn by now
+            if self.stream is not None:  # the sampler has drawn the prompts of the stream by now
                 self.state.sampler = self.sampler.state_dict()
                 self.stream.save(folder, step_is_over=not self.stream.taken)
             self.state.save(folder)
@@ -428,7 +471,7 @@ class RayPPOTrainer(ResumableRun):
     def _load_checkpoint(self, folder: Path) -> int:
         self.state = RunState.load(folder)
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-        if self.state.step == 0:  # weights alone, to start with
+        if self.state.step == 0:  # the checkpoint has only weights to start with
             return 0
         for name in RESUMED:
             getattr(self, name).load_state_dict(getattr(self.state, name))
@@ -442,8 +485,11 @@ class RayPPOTrainer(ResumableRun):
     # ----------------------------------------------------------------- measuring
 
     def _validate(self, complete: bool) -> ValidationReport:
-        """Every validation question in each of `trainer.val_modes`. complete: those of `data.extra_val_files`
-        too, for the report's `extra`; so it is at the beginning and the end of a run.
+        """Ask every validation question in each of `trainer.val_modes`.
+
+        Args:
+            complete: whether the questions of `data.extra_val_files` are asked too, for the report's `extra`;
+                true at the beginning and at the end of a run.
         """
         trainer = self.config.trainer
         size = self.config.data.val_batch_size
@@ -457,15 +503,15 @@ class RayPPOTrainer(ResumableRun):
         if complete and self.extra_val_dataset is not None:
             report.extra = ask(self.extra_val_dataset)
         if self.stream is not None:
-            self.stream.workers.figures()  # the next step's are not to count these
+            self.stream.workers.figures()  # so that the figures of the next step do not count these
         return report
 
     def _test(self, step: int, last: bool) -> dict[str, float]:
-        """The validation, if it is due, and the sets of `trainer.evals` that are."""
+        """Validate, if that is due, and measure the sets of `trainer.evals` that are due."""
         metrics, lines = self.evals.measure(self._generate_sequences, step, last)
         self.recorder.log_evaluation(step, lines)
         if lines and self.stream is not None:
-            self.stream.workers.figures()  # the next step's are not to count these
+            self.stream.workers.figures()  # so that the figures of the next step do not count these
         if last or (self.test_periods[0] > 0 and step % self.test_periods[0] == 0):
             report = self._validate(complete=last)
             self._record_validation(report, "after" if last else "during")
@@ -473,14 +519,14 @@ class RayPPOTrainer(ResumableRun):
         return metrics
 
     def _measure_sets(self) -> None:
-        """Measure the sets of `trainer.evals` of a run that does not train."""
+        """Measure the sets of `trainer.evals` in a run that does not train."""
         metrics, lines = self.evals.measure(self._generate_sequences, self.state.step, last=True)
         self.recorder.log_evaluation(self.state.step, lines)
         for name, value in metrics.items():
             self.recorder.say(f"{name} at step {self.state.step}: {value:.4g}")
 
     def _lacks_validation(self) -> bool:
-        """Whether the validation before the first step, or after the last one, has not been made yet."""
+        """Return whether the validation before the first step, or after the last one, is still to be made."""
         if self.state.step >= self.total_steps:
             return "after" not in self.state.validation
         return self.state.step == 0 and self.config.trainer.val_before_train
@@ -494,6 +540,6 @@ class RayPPOTrainer(ResumableRun):
         )
 
     def _records(self, batch: DataProto, split: str) -> list[dict[str, Any]]:
-        """Those rows of a batch that are kept for the eye."""
+        """Return the records of those rows of a batch that are kept for a reader."""
         count = self.config.trainer.num_trajectories_logged
         return trajectory_records(batch, self.texts, self.state.step, split, count)

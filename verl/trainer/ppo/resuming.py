@@ -61,10 +61,13 @@ _DECISIVE = (  # keys, and blocks of keys
 
 
 def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """`values`: key -> what it is set to; `contents`: key -> digest of the files that it names.
+    """Return the settings that decide what a run learns.
 
     A key with files is compared by what these hold, so that a run may be moved, and a file that was changed
     in its place is noticed.
+
+    Returns:
+        `values`: key -> what it is set to; `contents`: key -> digest of the files that it names.
     """
     blocks = tuple(f"{name}." for name in _DECISIVE)
     values = {key: value for key, value in flat(config).items() if f"{key}.".startswith(blocks)}
@@ -89,24 +92,26 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def check_learning_settings(settings: Mapping[str, Any], folder: Path, run_dir: Path) -> None:
-    """Raises ValueError if the checkpoint in `folder` is of a run with other settings; it names them and says
-    what to type. A checkpoint without settings (of an older version, or of weights alone) passes.
+    """Raise ValueError if the checkpoint in `folder` is of a run with other settings.
+
+    The message names the settings and says what to type. A checkpoint without settings (of an older version,
+    or of weights alone) passes.
     """
     if not (folder / SETTINGS_FILE).is_file():
         return
     earlier = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     now = json.loads(json.dumps(settings))
-    defaults = flat(load_config([]))  # of keys that an older version did not have
+    defaults = flat(load_config([]))  # for keys that an older version did not have
     differences = []
     for key in sorted({*earlier["values"], *now["values"]}):
-        before, here = (side["values"].get(key, defaults.get(key)) for side in (earlier, now))
+        before, present = (side["values"].get(key, defaults.get(key)) for side in (earlier, now))
         digests = [side["contents"].get(key) for side in (earlier, now)]
         if None not in digests:
             if digests[0] != digests[1]:
-                what = "what it names was changed since" if before == here else f"now {_typed(here)}"
-                differences.append(f"{key}={_typed(before)} ({what})")
-        elif before != here:
-            differences.append(f"{key}={_typed(before)} (now {_typed(here)})")
+                change = "what it names was changed since" if before == present else f"now {_typed(present)}"
+                differences.append(f"{key}={_typed(before)} ({change})")
+        elif before != present:
+            differences.append(f"{key}={_typed(before)} (now {_typed(present)})")
     if differences:
         raise ValueError(
             f"the run of {folder} has other settings than this command: {', '.join(differences)}. To go on "
@@ -117,7 +122,7 @@ def check_learning_settings(settings: Mapping[str, Any], folder: Path, run_dir: 
 
 
 def _typed(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Return a value as it is typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -136,9 +141,9 @@ def _digest(paths: list[Path], more: str = "") -> str:
 
 
 class CheckpointedRun:
-    """A run over worker groups that goes on from its last checkpoint: what both programs' trainers share."""
+    """A run over worker groups that goes on from its last checkpoint: the base of both programs' trainers."""
 
-    state: Any  # position and totals
+    state: Any  # its position and totals
     recorder: Recorder
     total_steps: int
 
@@ -152,12 +157,12 @@ class CheckpointedRun:
         self._find_checkpoint()
 
     def _find_checkpoint(self) -> None:
-        """`resume_folder`: the checkpoint that the run goes on from, None for a start."""
+        """Set `resume_folder`, the checkpoint that the run goes on from, or None for a start."""
         trainer = self.config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
 
     def _take_folder(self) -> None:
-        """Keeps other runs out of the folder, and looks for the checkpoint again: now none can be added."""
+        """Keep other runs out of the folder, and look for the checkpoint again: now none can be added."""
         self.checkpoints.lock()
         if self.checkpoints.remote is not None:
             self.checkpoints.remote.check(self.checkpoints.run_dir)
@@ -166,22 +171,26 @@ class CheckpointedRun:
             self.checkpoints.fetch(self.resume_folder)
 
     def _load_checkpoint(self, folder: Path) -> int:
-        """Puts everything where a checkpoint left it; returns its step. ValueError: it is of another run."""
+        """Put everything where a checkpoint left it; return its step.
+
+        Raises ValueError if the checkpoint is of another run.
+        """
         raise NotImplementedError
 
     def _save_checkpoint(self) -> None:
-        """Begins to write the checkpoint of the last finished step."""
+        """Begin to write the checkpoint of the last finished step."""
         raise NotImplementedError
 
     def _resume(self) -> None:
-        """Takes up the checkpoint that `trainer.resume_mode` asks for, and cuts the records back to its step.
-        RunStopped: the checkpoint is of another run.
+        """Load the checkpoint that `trainer.resume_mode` asks for, and cut the records back to its step.
+
+        Raises RunStopped if the checkpoint is of another run.
         """
         checkpoints = self.checkpoints
         folder = self.resume_folder
         step = 0
-        aside = checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
-        if aside is not None:
+        old_run = checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
+        if old_run is not None:
             checkpoints.lock()
         checkpoints.remove_incomplete()
         if folder is not None:
@@ -194,8 +203,8 @@ class CheckpointedRun:
         self.recorder.start(step, folder)
         if not getattr(self.config.trainer, "val_only", False):
             checkpoints.start_uploads(self.config.trainer.remote_keep, self.config.trainer.upload_deadline)
-        if aside is not None:
-            print(f"an earlier run stood in {checkpoints.run_dir}; it is now {aside}")
+        if old_run is not None:
+            print(f"an earlier run stood in {checkpoints.run_dir}; it is now {old_run}")
         if step >= self.total_steps:
             print(
                 f"the run in {checkpoints.run_dir} is finished ({step} steps). For a new one set "
@@ -203,7 +212,7 @@ class CheckpointedRun:
             )
 
     def shutdown(self) -> None:
-        """End the workers that this trainer started, and close the records. Safe to call twice."""
+        """End the workers that this trainer started, and close the records; a second call does nothing."""
         groups = self.worker_groups
         self.worker_groups = {}
         try:
@@ -216,7 +225,7 @@ class CheckpointedRun:
 
 
 class ResumableRun(CheckpointedRun):
-    """A run of reinforcement learning, whose settings must stay; `RayPPOTrainer` is one."""
+    """A run of reinforcement learning, whose settings must stay the same; `RayPPOTrainer` is one."""
 
     config: Config
     state: RunState
@@ -227,7 +236,10 @@ class ResumableRun(CheckpointedRun):
         self.learning_settings = learning_settings(config)
 
     def _take_folder(self) -> None:
-        """As its base; nothing is written so far. ValueError: the checkpoint is not of a run like this."""
+        """Keep other runs out of the folder, and check that its checkpoint is of a run like this.
+
+        Nothing is written so far. Raises ValueError if the checkpoint is not of a run like this.
+        """
         super()._take_folder()
         if self.resume_folder is None:
             return
@@ -236,8 +248,10 @@ class ResumableRun(CheckpointedRun):
             check_learning_settings(self.learning_settings, self.resume_folder, checkpoints.run_dir)
             return
         step = RunState.load(self.resume_folder).step
-        elsewhere = checkpoints.remote.steps() if checkpoints.remote is not None else []
-        later = [other for other in sorted({*checkpoints.steps(), *elsewhere}) if other > step]
+        remote_steps = checkpoints.remote.steps() if checkpoints.remote is not None else []
+        later = [
+            other_step for other_step in sorted({*checkpoints.steps(), *remote_steps}) if other_step > step
+        ]
         if later:
             raise ValueError(
                 f"trainer.val_only=true on the checkpoint of step {step}, but {checkpoints.run_dir} "
@@ -247,8 +261,12 @@ class ResumableRun(CheckpointedRun):
 
     @contextmanager
     def _ending_well(self) -> Iterator[None]:
-        """A run within: what is being written at its end gets its name, and where the retriever is away, a
-        checkpoint keeps the steps that are done.
+        """Wrap a run, a `with` block, and end it as it should.
+
+        The checkpoint that is being written at the end gets its name. Where the retriever is away, or
+        environments fail, a checkpoint keeps the steps that are done.
+
+        Raises RunStopped, with the command that goes on, if searches or environments failed.
         """
         try:
             with self.checkpoint_writing.finishing():
@@ -261,8 +279,8 @@ class ResumableRun(CheckpointedRun):
             resumes = self.config.trainer.resume_mode in ("auto", "latest")
             command = "the same command again" + ("" if resumes else " with trainer.resume_mode=auto")
             is_search = not isinstance(failure, EnvironmentsFailed)
-            what = "the retrieval server is away" if is_search else "environments fail"
+            cause = "the retrieval server is away" if is_search else "environments fail"
             raise RunStopped(
-                f"{what}: after step {step} {failure}. {'Start the server' if is_search else 'Mend it'} and "
+                f"{cause}: after step {step} {failure}. {'Start the server' if is_search else 'Mend it'} and "
                 f"run {command}: the run goes on from {self.checkpoints.origin()}."
             ) from failure

@@ -1,4 +1,4 @@
-"""What a run needs to go on after it was killed, and how it gets to disk without ever being half there.
+"""The checkpoints of a run: what it needs to go on after it was killed, and how that gets to disk whole.
 
     <run folder>/global_step_N/actor/...          weights, optimizer, schedule, random state (worker's format)
     <run folder>/global_step_N/actor/huggingface  the same weights as a Hugging Face folder
@@ -8,8 +8,8 @@
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals
     <run folder>/latest_checkpointed_iteration.txt the N of the newest one, for verl's tools
 
-A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk: whatever bears
-the final name is whole. With `trainer.async_checkpoint` the workers take snapshots and write them while
+A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk, so that whatever
+bears the final name is whole. With `trainer.async_checkpoint` the workers take snapshots and write them while
 training goes on:
 
     save(step): workers take snapshots | next step ... commit_if_written() ... | the folder gets its name
@@ -41,10 +41,10 @@ State = TypeVar("State", bound="SavedState")
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
-KEEP_BEHIND = (
-    20  # steps: a run that may go back keeps a checkpoint that is so old, as a collapse is seen late
-)
-_SECONDS_AFTER_A_FAILURE = 10.0  # that those who write may take; they may be gone, busy, or wait for another
+# Steps. A run that may go back keeps a checkpoint that is so old, since a collapse is seen late.
+KEEP_BEHIND = 20
+# What the processes that write may take after a failure. They may be gone, busy, or wait for each other.
+_SECONDS_AFTER_A_FAILURE = 10.0
 
 
 def step_of(folder: Path | None) -> int:
@@ -56,43 +56,50 @@ def step_of(folder: Path | None) -> int:
 
 
 class RunStopped(RuntimeError):
-    """The run can't go on, for a reason outside of it; started again it resumes from its last checkpoint."""
+    """An error of a run that can't go on, for a reason outside of it.
+
+    When the run is started again, it resumes from its last checkpoint.
+    """
 
 
 class SearchesFailed(RunStopped):
-    """Too many searches failed: the retrieval server is away."""
+    """An error of a run in which too many searches failed: the retrieval server is away."""
 
 
 class EnvironmentsFailed(SearchesFailed):
-    """Too many episodes failed in their environments."""
+    """An error of a run in which too many episodes failed in their environments."""
 
 
 @dataclass
 class SavedState:
-    """A run's position and totals, as a checkpoint's folder has them."""
+    """The position and the totals of a run, as they are stored in the folder of a checkpoint."""
 
     def save(self, folder: Path) -> None:
         (folder / STATE_FILE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls: type[State], folder: Path) -> State:
-        """What `save` wrote. ValueError if it is of another program's run, or of another version's."""
-        found = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        """Read what `save` wrote.
+
+        Raises ValueError if it is of another program's run, or of another version's.
+        """
+        stored = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         names = {field.name for field in fields(cls)}
-        if found.keys() != names:
+        if stored.keys() != names:
             raise ValueError(
-                f"{STATE_FILE} holds {', '.join(sorted(found))}; expected {', '.join(sorted(names))}. The "
+                f"{STATE_FILE} holds {', '.join(sorted(stored))}; expected {', '.join(sorted(names))}. The "
                 "checkpoint is of another program (supervised or reinforcement learning) or of another "
                 "version; start from its model instead: the folder huggingface inside of it."
             )
-        return cls(**found)
+        return cls(**stored)
 
 
 @dataclass
 class RunState(SavedState):
-    """Position and totals of a run; everything in it survives a restart.
+    """The position and the totals of a run; everything in it survives a restart.
 
-    sampler (the data position), kl_controller, running_baseline and health are the `state_dict` of these.
+    The attributes sampler (the data position), kl_controller, running_baseline and health are the
+    `state_dict` of the objects of these names.
     """
 
     step: int = 0  # finished training steps
@@ -102,8 +109,8 @@ class RunState(SavedState):
     health: dict[str, Any] = field(default_factory=dict)
     wall_seconds: float = 0.0  # up to the last finished step, pauses left out
     seconds_by_phase: dict[str, float] = field(default_factory=dict)  # `timing_s/*` added up
-    generated_tokens: int = 0  # that the policy sampled for training
-    trained_tokens: int = 0  # that went through the update, of prompts and observations too
+    generated_tokens: int = 0  # tokens that the policy sampled for training
+    trained_tokens: int = 0  # tokens that went through the update, of prompts and observations too
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)  # "before", "after" -> its summary
 
     def add_step(
@@ -118,11 +125,14 @@ class RunState(SavedState):
 
 
 class CheckpointStore:
-    """A run folder's checkpoints.
+    """The checkpoints in a run's folder.
 
-    max_to_keep: how many stay on disk (the newest); None or 0 keeps all. remote: where they are uploaded to,
-    once `uploads` is set; those that are not whole there stay. keep_behind: one that is at least so many
-    steps old stays besides; 0: none.
+    Args:
+        run_dir: the run's folder.
+        max_to_keep: how many checkpoints stay on disk (the newest); None or 0 keeps all.
+        remote: where checkpoints are uploaded to, once `uploads` is set. Those that are not whole there stay
+            on disk.
+        keep_behind: a checkpoint that is at least so many steps old stays besides; 0 for none.
     """
 
     def __init__(
@@ -135,7 +145,8 @@ class CheckpointStore:
         self.remote = remote
         self.last_size = 0
         self.uploads: Uploads | None = None
-        self.waits_for_uploads = False  # at the run's end: it was no failure
+        # Whether to wait for uploads at the end of the run, which then was no failure.
+        self.waits_for_uploads = False
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
         self.keep_behind = keep_behind
@@ -143,19 +154,22 @@ class CheckpointStore:
         self._lock: TextIO | None = None
 
     def steps_anywhere(self) -> list[int]:
-        """Return the steps with a whole checkpoint, here or at the remote place. RemoteFailed."""
-        there = self.remote.steps() if self.remote is not None else []
-        return sorted({*self.steps(), *there})
+        """Return the steps with a whole checkpoint, here or at the remote place.
+
+        Raises RemoteFailed if the remote place can't be read.
+        """
+        remote_steps = self.remote.steps() if self.remote is not None else []
+        return sorted({*self.steps(), *remote_steps})
 
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, oldest first."""
+        """Return the steps with a whole checkpoint on disk, oldest first."""
         if not self.run_dir.is_dir():
             return []
-        found = (STEP_FOLDER.fullmatch(path.name) for path in self.run_dir.iterdir())
-        return sorted(int(match.group(1)) for match in found if match)
+        matches = (STEP_FOLDER.fullmatch(path.name) for path in self.run_dir.iterdir())
+        return sorted(int(match.group(1)) for match in matches if match)
 
     def origin(self) -> str:
-        """Where a run goes on from, in words."""
+        """Say where a run goes on from."""
         steps = self.steps()
         return f"step {steps[-1]}" if steps else "its beginning, as it has no checkpoint yet"
 
@@ -163,34 +177,38 @@ class CheckpointStore:
         return self.run_dir / f"global_step_{step}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into, until `commit`. OSError: there is no room
-        for one as large as the last.
+        """Make an empty folder to write the checkpoint of `step` into, until `commit`.
+
+        If there is no room for a checkpoint as large as the last one, old ones that are whole at the remote
+        place are deleted here. Raises OSError if that is not enough.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         steps = self.steps()
         need = int(1.1 * (self.last_size or self._size(self.steps())))
         while (free := shutil.disk_usage(self.run_dir).free) < need:
-            old = next((old for old in steps[:-1] if self.uploads and old in self.uploads.whole), None)
-            if old is None:
+            old_step = next(
+                (old_step for old_step in steps[:-1] if self.uploads and old_step in self.uploads.whole), None
+            )
+            if old_step is None:
                 raise OSError(
                     f"{self.run_dir} has {free / 1e6:,.0f} MB free; expected {need / 1e6:,.0f}, 1.1 times "
                     "the last checkpoint. Make room, or lower trainer.max_ckpt_to_keep"
                 )
-            _delete(self.folder(old))
-            steps.remove(old)
-        aside = self._unfinished(step)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        return aside
+            _delete(self.folder(old_step))
+            steps.remove(old_step)
+        unfinished = self._unfinished(step)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        return unfinished
 
     def commit(self, step: int) -> None:
-        """What was written since `begin` becomes the checkpoint of `step`."""
-        aside = self._unfinished(step)
+        """Make what was written since `begin` the checkpoint of `step`."""
+        unfinished = self._unfinished(step)
         target = self.folder(step)
-        sync_tree(aside)
+        sync_tree(unfinished)
         if target.exists():
             _delete(target)
-        os.replace(aside, target)
+        os.replace(unfinished, target)
         self._track_latest()
         sync(self.run_dir)
         self.last_written = step
@@ -198,47 +216,53 @@ class CheckpointStore:
         if self.uploads is not None:
             self.uploads.add(step)
         kept_to_go_back = self._kept_to_go_back(step)
-        for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
-            if old in kept_to_go_back:
+        for old_step in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
+            if old_step in kept_to_go_back:
                 continue
-            if self.remote is None or (self.uploads is not None and old in self.uploads.whole):
-                _delete(self.folder(old))
+            if self.remote is None or (self.uploads is not None and old_step in self.uploads.whole):
+                _delete(self.folder(old_step))
 
     def _kept_to_go_back(self, step: int) -> set[int]:
-        """Return the checkpoints that stay at `step` whatever their number: one that is `keep_behind` steps
-        old, and later ones at half that distance, one of which will take its place.
+        """Return the checkpoints that stay at `step` whatever their number.
+
+        They are one that is `keep_behind` steps old, and later ones at half that distance, one of which will
+        take its place.
         """
         anchors: list[int] = []
-        for old in self.steps() if self.keep_behind else ():
-            if not anchors or old - anchors[-1] >= self.keep_behind // 2:
-                anchors.append(old)
+        for old_step in self.steps() if self.keep_behind else ():
+            if not anchors or old_step - anchors[-1] >= self.keep_behind // 2:
+                anchors.append(old_step)
         oldest = max((anchor for anchor in anchors if anchor <= step - self.keep_behind), default=0)
         return {anchor for anchor in anchors if anchor >= oldest}
 
     def _size(self, steps: list[int]) -> int:
-        """Bytes of the last one's files."""
+        """Return the size of the last of these checkpoints, in bytes."""
         paths = self.folder(steps[-1]).rglob("*") if steps else ()
         return sum(
-            {(about := path.stat()).st_ino: about.st_size for path in paths if path.is_file()}.values()
+            {(status := path.stat()).st_ino: status.st_size for path in paths if path.is_file()}.values()
         )
 
     def start_uploads(self, keep: int | None, deadline: float) -> None:
-        """Uploads from now on, first what is here and not there. RunStopped: the place is away."""
+        """Upload checkpoints from now on, beginning with those that are here and not at the remote place.
+
+        Raises RunStopped if the remote place does not answer.
+        """
         if self.remote is None:
             return
         try:
-            self.remote.check(self.run_dir)  # it may just have been set aside
+            self.remote.check(self.run_dir)  # the folder there may just have been set aside
             self.uploads = Uploads(self.remote, self.run_dir, keep, deadline)
         except RemoteFailed as error:
             raise RunStopped(str(error)) from error
-        there = sorted(self.uploads.whole)
-        oldest = there[-keep:][0] if keep and len(there) >= keep else -1  # older ones would be deleted there
+        remote_steps = sorted(self.uploads.whole)
+        # Older ones than this would be deleted there.
+        oldest = remote_steps[-keep:][0] if keep and len(remote_steps) >= keep else -1
         for step in self.steps():
-            if step not in there and step > oldest:
+            if step not in remote_steps and step > oldest:
                 self.uploads.add(step)
 
     def end_uploads(self) -> None:
-        """Waits for them, if the run has ended as it should."""
+        """Stop uploading; wait for what is to be uploaded if the run has ended as it should."""
         uploads = self.uploads
         self.uploads = None
         if uploads is not None:
@@ -246,7 +270,10 @@ class CheckpointStore:
                 uploads.close(in_haste=not self.waits_for_uploads)
 
     def fetch(self, folder: Path) -> None:
-        """Makes sure that the checkpoint that `find_resume` gave is here. RemoteFailed."""
+        """Make sure that the checkpoint that `find_resume` returned is here.
+
+        Raises RemoteFailed if it can't be downloaded.
+        """
         if self.remote is not None and not folder.exists():
             step = int(folder.name.removeprefix("global_step_"))
             with announced(f"downloading the checkpoint of step {step} from {self.remote.url}"):
@@ -256,7 +283,10 @@ class CheckpointStore:
         return self.run_dir / f"global_step_{step}.incomplete"
 
     def lock(self) -> None:
-        """Keep other runs out of the folder until `unlock`, or the process's end. ValueError: one is in."""
+        """Keep other runs out of the folder until `unlock`, or until the process ends.
+
+        Raises ValueError if another run is in the folder.
+        """
         self.unlock()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = (self.run_dir / "run.lock").open("w")
@@ -275,22 +305,25 @@ class CheckpointStore:
             self._lock = None
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run's folder to `<folder>.old-K`; returns the new name, None if there is none.
+        """Rename an earlier run's folder to `<folder>.old-K`.
 
-        For a new start (`trainer.resume_mode=none`): nothing that the earlier run wrote is lost.
+        This is for a new start (`trainer.resume_mode=none`): nothing that the earlier run wrote is lost.
+
+        Returns:
+            The new name, or None if there is no earlier run.
         """
         self._set_aside_there(None)
         if not (self.run_dir / "metrics.jsonl").exists() and not self.steps():
             return None
-        aside = _free_name(self.run_dir)
-        os.replace(self.run_dir, aside)
-        return aside
+        new_name = _free_name(self.run_dir)
+        os.replace(self.run_dir, new_name)
+        return new_name
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename the checkpoints of later steps to `global_step_N.old-K`; returns the new names.
+        """Rename the checkpoints of later steps to `global_step_N.old-K`; return the new names.
 
-        A run that goes on from an earlier checkpoint (`trainer.resume_mode=from_path`) leaves them behind:
-        under their own names they would be taken for its newest ones.
+        A run that goes on from an earlier checkpoint (`trainer.resume_mode=from_path`) leaves them behind.
+        Under their own names they would be taken for its newest ones.
         """
         moved = []
         self._set_aside_there(step)
@@ -302,7 +335,10 @@ class CheckpointStore:
         return moved
 
     def _set_aside_there(self, step: int | None) -> None:
-        """The same at the remote place: of steps after this one, None: of all. RunStopped: it is away."""
+        """Set aside the checkpoints of later steps at the remote place, or all of the run if `step` is None.
+
+        Raises RunStopped if the remote place does not answer.
+        """
         if self.remote is None:
             return
         try:
@@ -316,14 +352,14 @@ class CheckpointStore:
             raise RunStopped(str(error)) from error
 
     def _track_latest(self) -> None:
-        """Writes the newest step where verl and its tools look for it; a run of ours never reads it."""
+        """Write the newest step where verl and its tools look for it; no run here ever reads it."""
         tracker = self.run_dir / "latest_checkpointed_iteration.txt"
         steps = self.steps()
         if steps:
-            new = tracker.with_suffix(".new")
-            new.write_text(str(steps[-1]), encoding="utf-8")
-            sync(new)
-            os.replace(new, tracker)
+            new_tracker = tracker.with_suffix(".new")
+            new_tracker.write_text(str(steps[-1]), encoding="utf-8")
+            sync(new_tracker)
+            os.replace(new_tracker, tracker)
         else:
             tracker.unlink(missing_ok=True)
 
@@ -333,10 +369,15 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def find_resume(self, mode: str, from_path: str | None) -> Path | None:
-        """The checkpoint to go on from, or None for a start. ValueError: none where the mode needs one.
+        """Return the checkpoint to go on from, or None for a start.
 
-        mode: "auto" (the newest if there is one), "latest" (there must be one), "none", or "from_path": the
-        `global_step_N` folder that this names.
+        Args:
+            mode: "auto" (the newest checkpoint, if there is one), "latest" (the newest; there must be one),
+                "none", or "from_path".
+            from_path: with mode "from_path", the `global_step_N` folder to go on from.
+
+        Raises:
+            ValueError: if there is no checkpoint where the mode needs one.
         """
         if mode == "from_path":
             folder = Path(str(from_path)).expanduser().absolute()
@@ -357,13 +398,16 @@ class CheckpointStore:
 
 def _free_name(path: Path) -> Path:
     number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+    while (candidate := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
-    return aside
+    return candidate
 
 
 def _delete(folder: Path) -> None:
-    """Renamed first: a folder that is half deleted must not bear a checkpoint's name."""
+    """Delete a checkpoint's folder.
+
+    It is renamed first: a folder that is half deleted must not bear a checkpoint's name.
+    """
     doomed = folder.with_name(f"{folder.name}.deleted.incomplete")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(folder, doomed)
@@ -371,7 +415,10 @@ def _delete(folder: Path) -> None:
 
 
 def store_of(trainer: RunSettings) -> CheckpointStore:
-    """The checkpoints of a run by its settings. ValueError: trainer.remote_dir can't be used."""
+    """Return the checkpoints of a run by its settings.
+
+    Raises ValueError if trainer.remote_dir can't be used.
+    """
     folder = Path(trainer.default_local_dir).expanduser().absolute()
     remote = None
     if trainer.remote_dir is not None:
@@ -381,19 +428,31 @@ def store_of(trainer: RunSettings) -> CheckpointStore:
 
 
 class CheckpointWriting:
-    """One checkpoint at a time. background: whether training goes on while the workers write."""
+    """The writing of checkpoints, one at a time.
+
+    Args:
+        store: the checkpoints of the run.
+        background: whether training goes on while the workers write.
+    """
 
     def __init__(self, store: CheckpointStore, background: bool) -> None:
         self.store = store
         self.background = background
-        self._step: int | None = None  # that is being written
+        self._step: int | None = None  # step of the checkpoint that is being written
         self._groups: list[WorkerGroup] = []
 
     def save(self, step: int, groups: Mapping[str, WorkerGroup], beside: Callable[[Path], None]) -> None:
-        """Begins the checkpoint of `step`, and ends the one before it. `commit_if_written` gives it its name.
+        """Finish the checkpoint before this one, and begin that of `step`.
 
-        groups: folder in the checkpoint -> whose models go there. beside: writes the rest into the folder.
-        RunStopped: this one, or the one before it, could not be written.
+        `commit_if_written` gives the new checkpoint its name.
+
+        Args:
+            step: number of finished steps.
+            groups: folder in the checkpoint -> workers whose model goes there.
+            beside: writes the rest into the checkpoint's folder.
+
+        Raises:
+            RunStopped: if this checkpoint, or the one before it, could not be written.
         """
         self.finish()
         try:
@@ -407,14 +466,20 @@ class CheckpointWriting:
         self._groups = list(groups.values())
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one. RunStopped: as below."""
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Raises RunStopped if it could not be written.
+        """
         self.commit_if_written(wait=True)
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """A run within: what is being written at its end gets its name, also if the run is stopped
-        (RunStopped), and if it fails or is interrupted, where that takes no more than some seconds.
-        RunStopped: it could not be written.
+        """Wrap a run, a `with` block, and finish the checkpoint that is being written at its end.
+
+        The checkpoint gets its name, also if the run is stopped (RunStopped). If the run fails or is
+        interrupted, it gets its name only if that takes no more than some seconds.
+
+        Raises RunStopped if the checkpoint could not be written.
         """
         try:
             yield
@@ -450,7 +515,10 @@ class CheckpointWriting:
         print(f"note: the checkpoint of step {step} {problem}; it is not gone on from", flush=True)
 
     def commit_if_written(self, wait: bool = False) -> None:
-        """Gives the checkpoint its name if its files are all there. RunStopped: it could not be written."""
+        """Give the checkpoint its name if its files are all there; with `wait`, wait until they are.
+
+        Raises RunStopped if the checkpoint could not be written.
+        """
         step = self._step
         if step is None:
             return

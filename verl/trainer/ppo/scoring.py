@@ -47,25 +47,27 @@ _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
 )
 COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
-FULL_REWARD = 1.0  # of an environment: from here on its row is solved, as with the default of `solved_at`
+# A row is solved from this sum of its environment's rewards on, as with the default of `solved_at`.
+FULL_REWARD = 1.0
 
 
 class RewardManager:
-    """Scores trajectories: the reward function's number stands on each row's last sampled token.
+    """A scorer of trajectories, which puts each row's score on its last sampled token.
 
-    A row whose environment gave rewards has their sum. Of the others one that names verifiers
-    (`verl/verifiers/registry.py`) is scored by them, all others by the reward function. Only what the policy
-    sampled is read as an answer; the format reward looks at the observations too. Nothing that is decoded
-    here is ever encoded again.
+    A row whose environment gave rewards has their sum. Any other row that names verifiers
+    (`verl/verifiers/registry.py`) is scored by them, and all the rest by the reward function. Only what the
+    policy sampled is read as an answer; the format reward looks at the observations too. Nothing that is
+    decoded here is ever encoded again.
 
     Args:
         tokenizer: the policy's tokenizer, to decode with.
-        num_examine: print this many trajectories of each data source with every call.
-        compute_score: called with data_source, solution_str (the policy's text), ground_truth and extra_info
-            (with `segments`, the response in runs), in any form that `call_reward_function` knows; returns a
-            number, a dictionary with "score" and more numbers, or None: could not verify. None: exact match.
-        verifiers: those of the run; None: by their defaults.
-        stops: whether too many rows that could not be verified raise RunStopped.
+        num_examine: number of trajectories of each data source that every call prints.
+        compute_score: the reward function, in any form that `call_reward_function` knows; None for exact
+            match. It is called with data_source, solution_str (the policy's text), ground_truth and
+            extra_info (with `segments`, the response in runs). It returns a number, a dictionary with "score"
+            and more numbers, or None if it could not verify the row.
+        verifiers: the verifiers of the run; None for verifiers with their default settings.
+        stops: whether RunStopped is raised if too many rows could not be verified.
     """
 
     def __init__(
@@ -86,19 +88,22 @@ class RewardManager:
         self._silent_ids = np.array(sorted(ids - tags), dtype=np.int64)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
-        """Score every row; a row without a sampled token scores 0. RunStopped: the function raised, or too
-        many rows could not be verified.
+        """Score every row; a row without a sampled token scores 0.
 
         Args:
-            data: responses and response_mask [N, R] int64; data_source (str), reward_model (dict with
-                ground_truth), extra_info (dict) of each row.
+            data: a batch with responses and response_mask [N, R] int64, and with data_source (str),
+                reward_model (dict with ground_truth) and extra_info (dict) of each row.
+            return_dict: whether to return everything that is known about the rows, not the scores alone.
 
         Returns:
-            token_level_scores [N, R] float32, zero but for the last sampled token of each row; with
-            return_dict a dictionary with it as "reward_tensor" and lists of N: "score", "em" and "f1" (float;
-            exact match and token F1 whatever the reward is), "answer" (str or None), and what a user's
-            function returned beside its score; with verifiers "verdicts" (see `Result`). A score is None, and
-            the tensor's row zero, where there is no verdict.
+            token_level_scores [N, R] float32, zero but for the last sampled token of each row. With
+            return_dict, a dictionary with this tensor as "reward_tensor" and lists of N: "score", "em" and
+            "f1" (float; exact match and token F1 whatever the reward is), "answer" (str or None), what a
+            user's function returned beside its score, and with verifiers "verdicts" (see `Result`). Where
+            there is no verdict, the score is None and the tensor's row is zero.
+
+        Raises:
+            RunStopped: if the reward function raised an error, or too many rows could not be verified.
         """
         mask = data.tensors["response_mask"]
         scores = torch.zeros(mask.shape, dtype=torch.float32)
@@ -118,7 +123,8 @@ class RewardManager:
         return {"reward_tensor": scores, **{name: [row.get(name) for row in rows] for name in names}}
 
     def segments(self, data: DataProto) -> list[list[Segment]]:
-        """The text of each row's response in runs of sampled and of observed tokens; padding left out.
+        """Return the text of each row's response in runs of sampled and of observed tokens, without padding.
+
         Special tokens (end of sequence and the like) leave no text, unless they are the protocol's tags.
         """
         responses = data.tensors["responses"].cpu().numpy()
@@ -126,9 +132,9 @@ class RewardManager:
         attention = data.tensors["attention_mask"][:, -responses.shape[1] :].cpu().numpy().astype(bool)
         spans: list[list[bool]] = []
         ids: list[np.ndarray] = []
-        for row, sampled, real in zip(responses, mask, attention, strict=True):
-            row = row[real]
-            sampled = sampled[real]
+        for row, sampled, is_token in zip(responses, mask, attention, strict=True):
+            row = row[is_token]
+            sampled = sampled[is_token]
             cuts = np.flatnonzero(np.diff(sampled)) + 1
             ids += np.split(row, cuts) if len(row) else []
             spans.append([bool(sampled[start]) for start in (0, *cuts)] if len(row) else [])
@@ -136,11 +142,11 @@ class RewardManager:
         return [[Segment(next(texts), sampled) for sampled in row] for row in spans]
 
     def _texts(self, ids: list[np.ndarray]) -> list[str]:
-        spoken = [run[~np.isin(run, self._silent_ids)] for run in ids]
-        return self.tokenizer.batch_decode(spoken, clean_up_tokenization_spaces=False) if ids else []
+        visible_ids = [run[~np.isin(run, self._silent_ids)] for run in ids]
+        return self.tokenizer.batch_decode(visible_ids, clean_up_tokenization_spaces=False) if ids else []
 
     def _score_rows(self, data: DataProto) -> list[dict[str, Any]]:
-        """Of each row: score (float or None), em, answer, text, and what else there is to say."""
+        """Return for each row score (float or None), em, f1, answer, text, and whatever its scorer adds."""
         tensors = data.tensors
         fields = data.non_tensor_batch
         rows: list[dict[str, Any]] = []
@@ -168,9 +174,12 @@ class RewardManager:
                 raise RunStopped(f"row {i} of the batch: {error}") from error
             if assigned:
                 prompt = tensors["prompts"][i].cpu().numpy()
-                real = tensors["attention_mask"][i, : len(prompt)].bool().cpu().numpy()
+                is_token = tensors["attention_mask"][i, : len(prompt)].bool().cpu().numpy()
                 num_tokens = int(tensors["response_mask"][i].sum())
-                verified[i] = Sample(text, None, self._texts([prompt[real]])[0], num_tokens, extra), assigned
+                verified[i] = (
+                    Sample(text, None, self._texts([prompt[is_token]])[0], num_tokens, extra),
+                    assigned,
+                )
             else:
                 called[i] = {
                     "data_source": columns["data_source"],
@@ -188,27 +197,36 @@ class RewardManager:
         for i, result in zip(verified, results, strict=True):
             rows[i] |= {"score": result.score, "verdicts": result.verdicts}
         for i, returned in zip(called, scores, strict=True):
-            more = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
-            rows[i] |= more | {"em": rows[i]["em"]}
+            fields_returned = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+            rows[i] |= fields_returned | {"em": rows[i]["em"]}
             rows[i]["score"] = None if rows[i]["score"] is None else float(rows[i]["score"])
-        lost = [row for row in rows if row["score"] is None]
+        unverified = [row for row in rows if row["score"] is None]
         limit = self.verifiers.settings.config.max_failed_share
-        if self.stops and lost and (len(lost) > limit * len(rows) or len(lost) == len(rows)):
-            reports = [each for row in lost for each in row.get("verdicts", ()) if each["score"] is None]
-            names = ", ".join(sorted({each["name"] for each in reports})) or "the reward function"
-            why = f": {reports[-1]['detail']}" if reports else ""
+        if (
+            self.stops
+            and unverified
+            and (len(unverified) > limit * len(rows) or len(unverified) == len(rows))
+        ):
+            reports = [
+                verdict
+                for row in unverified
+                for verdict in row.get("verdicts", ())
+                if verdict["score"] is None
+            ]
+            names = ", ".join(sorted({report["name"] for report in reports})) or "the reward function"
+            reason = f": {reports[-1]['detail']}" if reports else ""
             raise RunStopped(
-                f"{len(lost)} of {len(rows)} trajectories could not be verified by {names} "
-                f"(verifiers.max_failed_share={limit:g}){why}"
+                f"{len(unverified)} of {len(rows)} trajectories could not be verified by {names} "
+                f"(verifiers.max_failed_share={limit:g}){reason}"
             )
         return rows
 
 
 def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
-    """Adds the scores of training to a batch: what `score_answers` adds, less costs and penalties.
+    """Add the scores of training to a batch: what `score_answers` adds, less costs and penalties.
 
-    Also per row `reward_extra` (dict: score, before costs and penalties, and whatever the reward function
-    returned). Metrics go to meta_info `metrics`.
+    Each row also gets `reward_extra`: a dict with the score before costs and penalties, and with whatever the
+    reward function returned. Metrics go to meta_info `metrics`.
     """
     answers = score_answers(batch, reward_fn)
     num_searches = [row["num_searches"] for row in batch.non_tensor_batch["trajectory"]]
@@ -228,12 +246,12 @@ def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
 
 
 def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
-    """Adds the reward function's scores to a batch; returns all that it returned.
+    """Add the reward function's scores to a batch; return all that the function returned.
 
-    Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), outcome [N] float32,
-    num_sampled, prompt_length, response_length [N] int64 (tokens), and per row `em`, `f1` (float) and
-    `verdicts` (see `Result`, or None). A row that could not be verified leaves the batch as one whose search
-    failed does: its response_mask is emptied, and its record's finish_reason is "unverified".
+    The scores are token_level_scores [N, R] float32 (the outcome on the last sampled token), outcome [N]
+    float32, num_sampled, prompt_length, response_length [N] int64 (tokens), and for each row `em`, `f1`
+    (float) and `verdicts` (see `Result`, or None). A row that could not be verified leaves the batch as one
+    whose search failed does: its response_mask is emptied, and its record's finish_reason is "unverified".
     """
     answers: dict[str, Any] = reward_fn(batch, return_dict=True)
     tensors = batch.tensors
@@ -261,17 +279,26 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
 
 
 def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
-    """The numbers that the reward function returned under a name, [N] float64; NaN for rows without a token.
-    RunStopped: it returned none for a row; `key` is the configuration key that asks for them.
+    """Return the numbers that the reward function returned under a name, [N] float64.
+
+    Args:
+        batch: scored rows. Those without a token have NaN.
+        name: name of the numbers.
+        key: the configuration key that asks for them, for the message.
+
+    Raises:
+        RunStopped: if the function returned no such number for a row.
     """
     rows = batch.non_tensor_batch["reward_extra"]
     num_sampled = batch.tensors["num_sampled"].tolist()
     values = [math.nan if row.get(name) is None else float(row[name]) for row in rows]
     for row, num in zip(rows, num_sampled, strict=True):
         if num and row.get(name) is None:
-            known = ", ".join(sorted(other for other, value in row.items() if isinstance(value, int | float)))
+            numbers = ", ".join(
+                sorted(other for other, value in row.items() if isinstance(value, int | float))
+            )
             raise RunStopped(
-                f"{key} asks for {name!r}, but the reward function returned {known}; let it return a "
+                f"{key} asks for {name!r}, but the reward function returned {numbers}; let it return a "
                 f"dictionary with {name!r}, or change {key}."
             )
     return np.array(values)
@@ -284,11 +311,13 @@ def add_advantages(
     kl_controller: FixedKLController,
     running_baseline: RunningBaseline,
 ) -> dict[str, float]:
-    """Adds rewards, advantages and returns to a step's batch; which tokens the update leaves out, how it
-    weighs the others, and with `rollout.step_wise` their turns. Returns metrics. RunStopped: rewards that
-    the estimator can't take.
+    """Add rewards, advantages and returns to a step's batch; return metrics.
 
-    With `algorithm.thrift` the batch's meta_info has `solved_share` (see the function of that name).
+    The function also adds which tokens the update leaves out, how the update weighs the others, and with
+    `rollout.step_wise` their turns. With `algorithm.thrift` the batch's meta_info must have `solved_share`
+    (see the function of that name).
+
+    Raises RunStopped for rewards that the estimator can't take.
     """
     tensors = batch.tensors
     metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
@@ -325,8 +354,11 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> DataProto:
-    """verl's, for users' own trainers (ours: `add_advantages`): adds advantages and returns to a batch with
-    token_level_rewards and what the estimator needs (uid, values, ...). `num_repeat` has no effect, as there.
+    """Add advantages and returns to a batch, as verl's function of this name does.
+
+    This is for users' own trainers; the trainer here uses `add_advantages`. The batch must have
+    token_level_rewards and what the estimator needs (uid, values, ...). `num_repeat` has no effect, as in
+    verl.
     """
     tensors = data.tensors
     if "response_mask" not in tensors:
@@ -348,11 +380,18 @@ def compute_advantage(
 def advantage_inputs(
     batch: DataProto, algorithm: Mapping[str, Any], passes: Passes, running_baseline: RunningBaseline
 ) -> AdvantageInputs:
-    """What estimators are made of: of the batch (all rows of the step, with token_level_rewards) all that the
-    passes have written, of the records what is asked for. algorithm: the `algorithm` block.
+    """Return the inputs of the estimator for a step.
+
+    They are all that the passes have written into the batch, and what the estimator asks for of the records.
+
+    Args:
+        batch: all rows of the step, with token_level_rewards.
+        algorithm: the `algorithm` block of the configuration.
+        passes: what the run computes.
+        running_baseline: the running mean of the rewards, for estimators that take it.
     """
     tensors = batch.tensors
-    wanted = passes.estimator_inputs
+    input_names = passes.estimator_inputs
     inputs: dict[str, Any] = {
         "token_level_rewards": tensors["token_level_rewards"],
         "response_mask": tensors["response_mask"],
@@ -362,30 +401,30 @@ def advantage_inputs(
         **{name: algorithm[name] for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")},
         **{name: tensors[name] for name in COLUMNS if name in tensors},
     }
-    if "running_baseline" in wanted:
+    if "running_baseline" in input_names:
         sources = [str(source) for source in batch.non_tensor_batch["data_source"]]
         inputs |= {"running_baseline": running_baseline, "baseline_keys": sources}
-    if "reward_components" in wanted:
+    if "reward_components" in input_names:
         keys = passes.reward_keys
         components = {name: values_named(batch, name, "algorithm.gdpo_reward_keys") for name in keys}
         inputs["reward_components"] = {name: torch.from_numpy(x).float() for name, x in components.items()}
         weights = algorithm["gdpo_reward_weights"] or [1.0] * len(keys)
         inputs["reward_weights"] = dict(zip(keys, weights, strict=True))
-    if "turn_ids" in wanted:
+    if "turn_ids" in input_names:
         inputs["turn_ids"] = turn_ids(batch)
-    if "turn_rewards" in wanted:
+    if "turn_rewards" in input_names:
         inputs["turn_rewards"] = turn_rewards(batch)
     return AdvantageInputs(**inputs)
 
 
 def solved_rows(batch: DataProto) -> np.ndarray:
-    """Return which rows of a scored batch are solved, [N] bool. Nothing else decides it.
+    """Return which rows of a scored batch are solved, [N] bool.
 
-    A row is solved or not, whatever its score is made of (a format, F1, parts, costs, penalties). Who has
-    scored the row says it:
+    Nothing else decides this. A row is solved or not, whatever its score is made of (a format, F1, parts,
+    costs, penalties). It depends on what has scored the row:
 
     - its environment: the rewards add up to `FULL_REWARD` or more;
-    - its verifiers: every one with a weight gave the best score that it can give;
+    - its verifiers: every verifier with a weight gave the best score that it can give;
     - the reward function: `acc`, if the function returned it, is 1 or more; else the answer is an exact match
       (`em`).
 
@@ -409,8 +448,10 @@ def solved_rows(batch: DataProto) -> np.ndarray:
 
 
 def searching_rows(batch: DataProto) -> np.ndarray:
-    """Return which rows may search, [N] bool: those of the search environment, and of every other environment
-    of which a row of this batch did.
+    """Return which rows may search, [N] bool.
+
+    They are the rows of the search environment, and of every other environment of which a row of this batch
+    searched.
     """
     records = batch.non_tensor_batch["trajectory"]
     searching = {SEARCH} | {environment_of(record) for record in records if record["num_searches"]}
@@ -418,8 +459,12 @@ def searching_rows(batch: DataProto) -> np.ndarray:
 
 
 def solved_share(batch: DataProto) -> float:
-    """Return the share of solved rows among those that may search and have a sampled token; 0 without such
-    rows. batch: all rows that a step has generated, before any of them is left out.
+    """Return the share of solved rows among those that may search and have a sampled token.
+
+    The share is 0 without such rows.
+
+    Args:
+        batch: all rows that a step has generated, before any of them is left out.
     """
     rows = torch.from_numpy(searching_rows(batch)) & (batch.tensors["num_sampled"] > 0)
     solved = torch.from_numpy(solved_rows(batch)).double()
@@ -429,7 +474,10 @@ def solved_share(batch: DataProto) -> float:
 def thrift_by_row(batch: DataProto, taken: Tensor, share: float) -> Tensor:
     """Return `thrift_advantages` of a scored batch, [N] float64.
 
-    taken: [N] bool, the rows that are compared. share: see `solved_share`.
+    Args:
+        batch: a scored batch.
+        taken: the rows that are compared, [N] bool.
+        share: see `solved_share`.
     """
     groups = Groups.of(batch.non_tensor_batch["uid"], taken)
     solved = torch.from_numpy(solved_rows(batch))
@@ -444,20 +492,21 @@ def thrift_of(batch: DataProto, share: float) -> Tensor:
 
 
 def can_save_searches(batch: DataProto, usable: np.ndarray) -> np.ndarray:
-    """Return the usable rows of groups to which `algorithm.thrift` gives an advantage, [N] bool: their solved
-    rows differ in the number of searches.
+    """Return the usable rows of groups to which `algorithm.thrift` gives an advantage, [N] bool.
+
+    The solved rows of such a group differ in the number of searches.
     """
-    taken = torch.from_numpy(usable)
-    thrift = thrift_by_row(batch, taken, share=1.0)
-    most = Groups.of(batch.non_tensor_batch["uid"], taken).max(thrift)
-    can_save: np.ndarray = (taken & (most > 0)).numpy()
+    is_usable = torch.from_numpy(usable)
+    thrift = thrift_by_row(batch, is_usable, share=1.0)
+    most = Groups.of(batch.non_tensor_batch["uid"], is_usable).max(thrift)
+    can_save: np.ndarray = (is_usable & (most > 0)).numpy()
     return can_save
 
 
 def advantage_share(part: Tensor, advantages: Tensor, mask: Tensor) -> float:
-    """Return the sum of |part| over that of |advantages|, which the part is in; 0 if there are none.
+    """Return the sum of |part| divided by the sum of |advantages|, or 0 if all advantages are 0.
 
-    All are [N, R]. Only tokens under the mask count.
+    The part is a summand of the advantages. All tensors are [N, R]. Only tokens under the mask count.
     """
     sampled = mask.bool()
     total = float(advantages[sampled].double().abs().sum())
@@ -465,8 +514,10 @@ def advantage_share(part: Tensor, advantages: Tensor, mask: Tensor) -> float:
 
 
 def turn_ids(batch: DataProto) -> Tensor:
-    """[N, R] int64: the number of the turn, from 0, that each sampled token belongs to; -1 elsewhere. From
-    the spans in the trajectories' records, so that turns are told apart however they border.
+    """Return the number of the turn, from 0, that each sampled token belongs to, [N, R] int64; -1 elsewhere.
+
+    The numbers come from the spans in the trajectories' records, so that turns are told apart even where they
+    border on each other.
     """
     mask = batch.tensors["response_mask"].bool()
     ids = torch.full(mask.shape, -1, dtype=torch.int64)
@@ -477,34 +528,37 @@ def turn_ids(batch: DataProto) -> Tensor:
 
 
 def turn_rewards(batch: DataProto) -> Tensor:
-    """[N, T] float32: the reward of each turn, NaN where it has none; T is the most turns of a row.
+    """Return the reward of each turn, [N, T] float32, with NaN where a turn has none.
 
-    A reward function that returns `turn_rewards` (a list, one number or None a turn) decides, or an
-    environment that gives its turns rewards. Else a search is worth 1 if it is the trajectory's first whose
-    documents hold a golden answer and 0 if not, so that asking again wins nothing; other turns have none.
+    T is the largest number of turns of a row. A reward function that returns `turn_rewards` (a list with one
+    number or None a turn) decides, or else an environment that gives its turns rewards. Otherwise a search is
+    worth 1 if it is the first of its trajectory whose documents hold a golden answer, and 0 if not, so that
+    asking again wins nothing; other turns have no reward.
+
+    Raises RunStopped if a row has another number of rewards than of turns.
     """
     fields = batch.non_tensor_batch
     rows = []
     columns = (fields[name] for name in ("trajectory", "reward_extra", "reward_model"))
     for record, extra, reward_model in zip(*columns, strict=True):
         turns = record["turns"]
-        given = extra.get("turn_rewards")
-        if given is None and record.get("env_reward") is not None:
-            given = [turn["reward"] for turn in turns]
-        if given is None:
+        rewards = extra.get("turn_rewards")
+        if rewards is None and record.get("env_reward") is not None:
+            rewards = [turn["reward"] for turn in turns]
+        if rewards is None:
             golden = known_answers(reward_model["ground_truth"])
-            found = False
-            given = []
+            was_hit = False
+            rewards = []
             for turn in turns:
                 is_search = bool(golden) and turn.get("documents") is not None
-                hit = is_search and not found and documents_hold_answer(turn["documents"], golden)
-                found = found or hit
-                given.append(float(hit) if is_search else None)
-        if len(given) != len(turns):
+                is_hit = is_search and not was_hit and documents_hold_answer(turn["documents"], golden)
+                was_hit = was_hit or is_hit
+                rewards.append(float(is_hit) if is_search else None)
+        if len(rewards) != len(turns):
             raise RunStopped(
-                f"the reward function returned {len(given)} turn_rewards for a trajectory of {len(turns)} "
+                f"the reward function returned {len(rewards)} turn_rewards for a trajectory of {len(turns)} "
                 "turns; expected one number (or None) a turn"
             )
-        rows.append([math.nan if value is None else float(value) for value in given])
+        rows.append([math.nan if value is None else float(value) for value in rewards])
     width = max(1, *map(len, rows)) if rows else 1
     return torch.tensor([row + [math.nan] * (width - len(row)) for row in rows], dtype=torch.float32)

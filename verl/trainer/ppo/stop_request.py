@@ -1,4 +1,4 @@
-"""How a run is asked to end after its step."""
+"""The request that a run ends after its step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from verl.trainer.ppo.run_state import RunStopped
 
 
 class StopRequest:
-    """SIGUSR1 or a first Ctrl-C asks a run to end after its step, with a checkpoint; a second Ctrl-C ends it
-    at once.
+    """A user's or a scheduler's request, by a signal, that a run ends after its step.
 
-    SLURM sends SIGUSR1 before the time limit (scripts/slurm/train.sbatch); by hand it is `kill -USR1 <process
-    id>`. A Ctrl-C before the first step ends the run at once: there is nothing to keep.
+    SIGUSR1 or a first Ctrl-C asks the run to end after its step, with a checkpoint. A second Ctrl-C ends it
+    at once. SLURM sends SIGUSR1 before the time limit (scripts/slurm/train.sbatch). You send it with
+    `kill -USR1 <process id>`. A Ctrl-C before the first step ends the run at once: there is nothing to keep.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        self.step: int | None = None  # that is being made; None before the first
+        self.step: int | None = None  # the step that is being made; None before the first
 
     def listen(self) -> StopRequest:
-        """Heed the signals from now on (main thread only). An ignored SIGINT stays so: a script that runs
-        this in the background passes a Ctrl-C on as SIGUSR1.
+        """Heed the signals from now on; call this in the main thread only.
+
+        An ignored SIGINT stays ignored: a script that runs this in the background passes a Ctrl-C on as
+        SIGUSR1.
         """
         signal.signal(signal.SIGUSR1, self._ask)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -30,7 +32,7 @@ class StopRequest:
         return self
 
     def what_is_kept(self) -> str:
-        """For the message of a run that was ended at once."""
+        """Say what is kept, for the message of a run that was ended at once."""
         if self.step is None:
             return "no step was begun"
         return f"step {self.step} is lost; the same command goes on from the last checkpoint"
@@ -52,8 +54,8 @@ class StopRequest:
 
 
 class StoppedOnRequest(RunStopped):
-    """The run was asked to stop, and has written a checkpoint to be gone on from."""
+    """An error of a run that was asked to stop, and has written a checkpoint to go on from."""
 
     def __init__(self, step: int) -> None:
-        kept = f"the checkpoint of step {step} is written, and the same command goes on from it"
-        super().__init__(f"asked to stop; {kept}.")
+        consequence = f"the checkpoint of step {step} is written, and the same command goes on from it"
+        super().__init__(f"asked to stop; {consequence}.")

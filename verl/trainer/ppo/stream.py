@@ -1,19 +1,20 @@
-"""Rollouts that go on while the policy is trained: groups begun ahead, as far as staleness is bounded.
+"""Rollouts that go on while the policy is trained: groups are begun ahead, within a bound on staleness.
 
     send_weights -> begun as there is room -> RolloutWorker ... -> take: ready groups, and all that are due
          ^                                                              |
          +------------------- step: log-probs, update <-----------------+
 
-The driver calls it between the phases of a step and nowhere else: rollouts need no thread here, since all
-that may be sampled during an update is begun before it.
+The driver calls this module between the phases of a step and nowhere else. Rollouts need no thread here,
+since all that may be sampled during an update is begun before it.
 
-Every group is due in some step from the moment in which it is begun, `train_batch_size` groups in each step.
-A batch takes ready groups, and waits for a group that could not be trained by its step otherwise. So no group
-becomes too old, and long trajectories are trained as often as they are sampled: dropping the late ones would
-leave the short. With `too_old=mask` no batch waits; a group all of whose turns are too old is asked again.
+Every group is due in some step from the moment in which it is begun, and each step has `train_batch_size`
+groups. A batch takes ready groups, and waits for a group that could not be trained by its step otherwise. So
+no group becomes too old, and long trajectories are trained as often as they are sampled: if the late ones
+were dropped, the short ones would be left. With `too_old=mask` no batch waits. A group all of whose turns are
+too old is asked again.
 
-A group that is not over within `group_deadline` is asked again too; no prompt is lost. With `repeatable`
-weights change only where no group is under way, and batches are cut in the order in which prompts were drawn,
+A group that is not over within `group_deadline` is asked again too; no prompt is lost. With `repeatable`,
+weights change only while no group is under way, and batches are cut in the order in which prompts were drawn,
 so that the run is the same however fast the processes are.
 """
 
@@ -40,8 +41,8 @@ from verl.workers.rollout_worker import MEMBER
 
 STREAM_FILE = "rollout_stream.pkl"
 POLL_SECONDS = 0.1
-LEAN_FADES = 0.95  # weight of a step beside the next one: about the last 20 steps count
-MOST_SILENT = 3  # deadlines that a process may let pass without a row
+LEAN_FADES = 0.95  # weight of a step relative to the next one: about the last 20 steps count
+MOST_SILENT = 3  # deadlines in a row, without any finished row, at which a process is given up
 SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
 
 
@@ -49,13 +50,13 @@ SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
 class PromptGroup:
     """All rows of one prompt."""
 
-    number: int  # in the order in which prompts are drawn
-    attempt: int  # how often it was asked before
+    number: int  # its position in the order in which prompts are drawn
+    attempt: int  # how often the prompt was asked before
     prompts: DataProto  # its rows, ready to be generated from
-    rows: dict[int, DataProto] = field(default_factory=dict)  # member -> its trajectory, as they end
-    due: int = -1  # it is trained in the step after this update at the latest; -1: it was not begun yet
-    rank: int = 0  # of the process that samples it
-    begun: float = 0.0  # time.monotonic() of that
+    rows: dict[int, DataProto] = field(default_factory=dict)  # member -> its trajectory, once that ended
+    due: int = -1  # the update after which it is trained at the latest; -1 while it has not been begun
+    rank: int = 0  # rank of the process that samples it
+    begun: float = 0.0  # time.monotonic() at which it was begun
 
     @property
     def uid(self) -> str:
@@ -63,13 +64,16 @@ class PromptGroup:
 
     @property
     def version_first(self) -> int | None:
-        """Of its oldest sampled token; None: it has none."""
+        """Return the version of its oldest sampled token, or None if it has no token."""
         records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
-        return min((r["version_first"] for r in records if r["version_first"] is not None), default=None)
+        return min(
+            (record["version_first"] for record in records if record["version_first"] is not None),
+            default=None,
+        )
 
     @property
     def version_newest(self) -> int:
-        """Of the first token of its newest turn; -1: it has none."""
+        """Return the version of the first token of its newest turn, or -1 if it has no turn with a token."""
         versions = (turn.get("version_first") for turn in self.turns())
         return max((version for version in versions if version is not None), default=-1)
 
@@ -79,12 +83,17 @@ class PromptGroup:
             yield from row.non_tensor_batch["trajectory"][0]["turns"]
 
     def num_sampled(self, oldest: int | None = None) -> int:
-        """Count the tokens that the policy sampled; with `oldest`, without turns that older weights began."""
+        """Count the tokens that the policy sampled.
+
+        With `oldest`, turns that older weights began are left out.
+        """
         return sum(turn["end"] - turn["start"] for turn in self.turns() if not is_stale(turn, oldest))
 
     def trajectories(self, oldest: int | None) -> DataProto:
-        """Its rows in order, with their prompts' columns; unless `oldest` is None, `stale_mask` [N, R] bool:
-        tokens of turns that older weights have begun, which are scored and not trained.
+        """Return its rows in order, with their prompts' columns.
+
+        Unless `oldest` is None, they have `stale_mask` [N, R] bool too: the tokens of turns that older
+        weights began, which are scored and not trained.
         """
         rows = DataProto.concat([self.rows[member] for member in sorted(self.rows)])
         if oldest is not None:
@@ -99,13 +108,13 @@ class PromptGroup:
 
 
 def is_stale(turn: dict[str, Any], oldest: int | None) -> bool:
-    """Return whether a turn was begun by older weights than `oldest`; with None, no turn is stale."""
+    """Return whether weights older than `oldest` began a turn; with None, no turn is stale."""
     version = turn.get("version_first")
     return oldest is not None and version is not None and version < oldest
 
 
 def weight_folder(config: Config) -> Path | None:
-    """Where the weights for the rollouts are written to, by no other run; None: they come over Ray."""
+    """Return the folder for the rollouts' weights, which no other run uses; None if they come over Ray."""
     rollout = config.actor_rollout_ref.rollout
     run = Path(config.trainer.default_local_dir).absolute()
     if rollout.weight_transfer == "ray":
@@ -117,7 +126,7 @@ def weight_folder(config: Config) -> Path | None:
 
 
 def single_rows(batch: DataProto | None) -> Iterator[tuple[str, int, DataProto]]:
-    """Group, place in it, and row, of each row that a process gave."""
+    """Yield the group's uid, the row's number in the group, and the row, for each row that a process gave."""
     if batch is None:
         return
     for index in range(len(batch)):
@@ -126,21 +135,25 @@ def single_rows(batch: DataProto | None) -> Iterator[tuple[str, int, DataProto]]
 
 
 def has_failed(row: DataProto) -> bool:
-    """Return whether a trajectory ended for another reason than the policy's."""
+    """Return whether a trajectory ended for a reason that is not the policy's."""
     return row.non_tensor_batch["trajectory"][0]["finish_reason"] in LOST
 
 
 @dataclass(frozen=True)
 class StalenessGate:
-    """How far rollouts may be ahead of training: pure counting, without a clock, a process or a tensor.
+    """The bound on how far rollouts may be ahead of training.
 
-    A version is the number of updates that a policy has behind it. A group that is trained in the step after
-    update v has staleness v minus the version of its oldest sampled token: the time that it stood in the
-    queue counts. AReaL's rule (Fu et al. 2025, arXiv:2505.24298, section 5.1) bounds it before it arises: no
-    more groups are begun than `max_staleness` + 1 steps can take. The rule alone does not bound the age of a
-    slow group that others overtake; `due` and `leaves_time` do.
+    It is pure counting, without a clock, a process or a tensor. A version is the number of updates that a
+    policy has behind it. A group that is trained in the step after update v has staleness v minus the version
+    of its oldest sampled token: the time that it waited in the queue counts. AReaL's rule (Fu et al. 2025,
+    arXiv:2505.24298, section 5.1) bounds staleness before it arises: no more groups are begun than
+    `max_staleness` + 1 steps can take. The rule alone does not bound the age of a slow group that others
+    overtake; `due` and `leaves_time` do.
 
-    num_steps: of the whole run: what no step would train is not begun.
+    Attributes:
+        max_staleness: the bound, in updates.
+        groups_per_step: groups that each step trains.
+        num_steps: steps of the whole run; what no step would train is not begun.
     """
 
     max_staleness: int
@@ -148,23 +161,35 @@ class StalenessGate:
     num_steps: int
 
     def room(self, version: int, present: int) -> int:
-        """Groups that may be begun, with so many that no finished step has trained."""
+        """Return how many groups may be begun after update `version`.
+
+        Args:
+            version: number of updates so far.
+            present: groups that were begun and that no finished step has trained.
+        """
         steps = min(self.max_staleness + 1, self.num_steps - version)
         return max(0, steps * self.groups_per_step - present)
 
     def oldest(self, version: int) -> int:
-        """What older weights have begun may not be trained in the step after update `version`."""
+        """Return the oldest version whose turns may be trained in the step after update `version`."""
         return version - self.max_staleness
 
     def due(self, version: int, present: int) -> int:
-        """Return the update after which the next group is trained at the latest, as steps take groups in the
-        order in which they are begun. As there was `room`, this is within `max_staleness`.
+        """Return the update after which the next group is trained at the latest.
+
+        Steps take groups in the order in which they are begun. As there was `room`, the update is within
+        `max_staleness`.
         """
         return version + max(0, present) // self.groups_per_step
 
     def leaves_time(self, version: int, dues: Iterable[int]) -> bool:
-        """Return whether the steps after the one that follows update `version` can train groups that are due
-        after these updates, none of them late.
+        """Return whether the groups that are left can all be trained in time.
+
+        They are trained by the steps after the one that follows update `version`.
+
+        Args:
+            version: number of updates so far.
+            dues: the update after which each of these groups is due.
         """
         first = version + 1
         return all(due >= first + number // self.groups_per_step for number, due in enumerate(sorted(dues)))
@@ -172,15 +197,18 @@ class StalenessGate:
 
 @dataclass
 class Lean:
-    """How much shorter trained rows are than all that ended; past steps fade, as single ones say little."""
+    """A measure of how much shorter trained rows are than all rows that ended.
 
-    trained_tokens: float = 0  # without those that are masked
+    Past steps fade, but count for a while, since a single step says little.
+    """
+
+    trained_tokens: float = 0  # without the masked ones
     trained_rows: float = 0
     ended_tokens: float = 0
     ended_rows: float = 0
 
     def add_trained(self, group: PromptGroup, oldest: int | None) -> None:
-        """Count a group of a batch; oldest: as `PromptGroup.trajectories` takes it."""
+        """Count a group of a batch; `oldest` is that of `PromptGroup.trajectories`."""
         self.trained_tokens += group.num_sampled(oldest)
         self.trained_rows += len(group.rows)
         self.add_ended(group)
@@ -191,15 +219,17 @@ class Lean:
         self.ended_rows += len(group.rows)
 
     def ratio(self) -> float:
-        """Return the mean of trained tokens over trained rows, divided by that of sampled tokens over
-        rows that ended; 1 where length decides nothing.
+        """Return how long trained rows are, relative to all rows that ended.
+
+        This is the mean of trained tokens over trained rows, divided by the mean of sampled tokens over rows
+        that ended. It is 1 where length decides nothing.
         """
         if not self.trained_rows or not self.ended_tokens:
             return 1.0
         return (self.trained_tokens / self.ended_tokens) * (self.ended_rows / self.trained_rows)
 
     def fade(self) -> None:
-        """Let everything so far count less beside the next step."""
+        """Let everything so far count less than the next step."""
         self.trained_tokens *= LEAN_FADES
         self.trained_rows *= LEAN_FADES
         self.ended_tokens *= LEAN_FADES
@@ -207,7 +237,20 @@ class Lean:
 
 
 class RolloutStream:
-    """The groups that are sampled ahead. workers: of `RolloutWorker`. say: takes one line for the user."""
+    """The groups that are sampled ahead, from the moment in which they are drawn until they are trained.
+
+        drawn, or `again` --_begin--> `running` --_receive: all rows ended--> `ready` --take--> `taken`
+                                          |                                      |                 |
+                                     past its deadline                        too old        send_weights:
+                                          +--> `again`                           +--> `again`     trained
+
+    Args:
+        config: the whole configuration.
+        collector: draws the prompts.
+        workers: a group of `RolloutWorker`.
+        num_steps: steps of the whole run.
+        say: takes one line for the user.
+    """
 
     def __init__(
         self,
@@ -223,22 +266,25 @@ class RolloutStream:
         self.settings = config.trainer.async_training
         self.gate = StalenessGate(self.settings.max_staleness, config.data.train_batch_size, num_steps)
         self.masks = self.settings.too_old == "mask"
-        # of the present weights; of the next group
-        self.version = 0
-        self.next_number = 0
+        self.version = 0  # number of updates that the present weights have behind them
+        self.next_number = 0  # number of the next group that is drawn
         self.replaced = 0  # groups of the present step that teach nothing, for which others are taken
-        self.running: dict[str, PromptGroup] = {}  # by uid
+        self.running: dict[str, PromptGroup] = {}  # uid -> group
         self.ready: list[PromptGroup] = []
-        self.again: list[PromptGroup] = []  # to be asked before others
-        self.taken: list[PromptGroup] = []  # of the present step
+        self.again: list[PromptGroup] = []  # to be asked again, before new ones
+        self.taken: list[PromptGroup] = []  # in batches of the present step
         self._lean = Lean()
         self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds"), 0.0)
-        self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
-        self._sent: list[DataProtoFuture] = []  # weights and rows, to samplers that are busy
+        # How many times in a row groups of each process were given up.
+        self._silent = [0] * workers.world_size
+        # Calls with weights and rows that a busy process may not have taken yet.
+        self._sent: list[DataProtoFuture] = []
 
     def send_weights(self, version: int, weights: DataProtoFuture, begin: bool = True) -> None:
-        """The policy after `version` steps goes to the processes, and with `begin` what there is room for now
-        is begun. The step before, if there was one, is over.
+        """Send the policy after `version` steps to the processes.
+
+        With `begin`, the groups for which there is room now are begun. The step before, if there was one, is
+        over.
         """
         while self.settings.repeatable and self.running:
             self._receive()
@@ -250,7 +296,7 @@ class RolloutStream:
             self._begin()
 
     def settle(self) -> None:
-        """Waits until the processes have all that was sent to them; raises what that has raised there."""
+        """Wait until the processes have taken all that was sent to them; raise what they raised on it."""
         sent = self._sent
         self._sent = []
         for call in sent:
@@ -279,8 +325,10 @@ class RolloutStream:
         return DataProto.concat([group.trajectories(trained_from) for group in chosen])
 
     def _batch(self, count: int) -> list[PromptGroup]:
-        """Return the `count` groups to be trained now; none while there are not so many, or while groups that
-        are still running could not be trained in time if the batch went without them.
+        """Return the `count` groups to be trained now, or an empty list if the batch has to wait.
+
+        It waits while there are not so many groups, or while groups that are still running could not be
+        trained in time if the batch went without them.
         """
         live = [*self.ready, *self.running.values()]
         if self.settings.repeatable or self.masks:
@@ -294,17 +342,20 @@ class RolloutStream:
             return chosen
         if self.settings.repeatable:
             return []
-        left = [group.due for group in live if group not in chosen]
-        if self.masks or self.gate.leaves_time(self.version, left):
+        dues = [group.due for group in live if group not in chosen]
+        if self.masks or self.gate.leaves_time(self.version, dues):
             return chosen
         return []
 
     def metrics(self) -> dict[str, float]:
-        """`async/*` and the engines' `rollout/*` since the last call."""
+        """Return `async/*` and the engines' `rollout/*` since the last call."""
         figures = self.workers.figures()
         self.settle()
-        names = dict.fromkeys(name for each in figures for name in each)
-        metrics = {name: float(np.mean([each[name] for each in figures if name in each])) for name in names}
+        names = dict.fromkeys(name for rank_figures in figures for name in rank_figures)
+        metrics = {
+            name: float(np.mean([rank_figures[name] for rank_figures in figures if name in rank_figures]))
+            for name in names
+        }
         metrics |= {f"async/{name}": value for name, value in self._sums.items()}
         metrics["async/queue_groups"] = len(self.ready)
         metrics["async/running_groups"] = len(self.running)
@@ -314,7 +365,7 @@ class RolloutStream:
         return metrics
 
     def room(self) -> int:
-        """Groups that may be begun now."""
+        """Return how many groups may be begun now."""
         return self.gate.room(self.version, self._present())
 
     def _present(self) -> int:
@@ -322,16 +373,16 @@ class RolloutStream:
         return len(self.running) + len(self.ready) + len(self.taken) - self.replaced
 
     def _begin(self) -> None:
-        """Begins what there is room for."""
+        """Begin the groups for which there is room: those to be asked again first, then new ones."""
         room = self.room()
         groups = self.again[:room]
         self.again = self.again[room:]
-        if fresh := room - len(groups):
+        if num_fresh := room - len(groups):
             present = [*self.running.values(), *self.ready, *groups, *self.taken]
-            asked = sorted({int(group.prompts.non_tensor_batch["index"][0]) for group in present})
-            drawn = self.collector.drawn_ahead(self.next_number, fresh, asked)
+            rows_under_way = sorted({int(group.prompts.non_tensor_batch["index"][0]) for group in present})
+            drawn = self.collector.drawn_ahead(self.next_number, num_fresh, rows_under_way)
             groups += [PromptGroup(self.next_number + i, 0, prompts) for i, prompts in enumerate(drawn)]
-            self.next_number += fresh
+            self.next_number += num_fresh
         for group in groups:
             if group.due < 0:
                 group.due = self.gate.due(self.version, self._present())
@@ -339,7 +390,8 @@ class RolloutStream:
             self._submit(group)
 
     def _submit(self, group: PromptGroup) -> None:
-        load = [silent * (1 + len(self.running)) for silent in self._silent]  # those that are silent last
+        # Processes that are silent come last.
+        load = [silent * (1 + len(self.running)) for silent in self._silent]
         for other in self.running.values():
             load[other.rank] += 1
         group.rank = int(np.argmin(load))
@@ -353,24 +405,24 @@ class RolloutStream:
         self._sent.append(self.workers.submit(entries))
 
     def _receive(self) -> None:
-        """Takes what has ended, and gives up what takes too long."""
+        """Take the rows that have ended, and give up the groups that take too long."""
         polled = self.workers.poll(POLL_SECONDS)
         self.settle()
         for rank, rows in enumerate(polled):
             self._silent[rank] = 0 if rows is not None else self._silent[rank]
             for uid, member, row in single_rows(rows):
                 group = self.running.get(uid)
-                if group is not None:  # else it was given up
+                if group is not None:  # otherwise it was given up
                     group.rows[member] = row
                     if len(group.rows) == len(group.prompts):
                         self.ready.append(self.running.pop(uid))
         deadline = self.settings.group_deadline
         key = "trainer.async_training.group_deadline"
-        due = time.monotonic() - deadline
-        late = [group for group in self.running.values() if group.begun < due]
+        late_before = time.monotonic() - deadline
+        late = [group for group in self.running.values() if group.begun < late_before]
         if late:
-            where = f"in rollout process {late[0].rank}; they are asked again"
-            self.say(f"{len(late)} groups were not over within {deadline:g} s ({key}) {where}")
+            place_and_remedy = f"in rollout process {late[0].rank}; they are asked again"
+            self.say(f"{len(late)} groups were not over within {deadline:g} s ({key}) {place_and_remedy}")
             self.workers.cancel({group.uid for group in late})
             for group in late:
                 del self.running[group.uid]
@@ -379,8 +431,8 @@ class RolloutStream:
             for rank in {group.rank for group in late}:
                 self._silent[rank] += 1
                 if self._silent[rank] == MOST_SILENT:
-                    nothing = f"rollout process {rank} has finished nothing for {MOST_SILENT} times"
-                    raise EngineUnavailable(f"{nothing} {key}={deadline:g} s")
+                    silence = f"rollout process {rank} has finished nothing for {MOST_SILENT} times"
+                    raise EngineUnavailable(f"{silence} {key}={deadline:g} s")
 
     def _drop_old(self, oldest: int) -> None:
         for group in list(self.ready):
@@ -392,19 +444,24 @@ class RolloutStream:
                 self._sums["dropped"] += 1
 
     def _anew(self, group: PromptGroup) -> PromptGroup:
-        """The group from its prompt on, with other seeds."""
+        """Return the group to be asked again from its prompt on, with other seeds."""
         number = group.number
         attempt = group.attempt + 1
         return PromptGroup(number, attempt, self.collector.asked_again(group.prompts, number, attempt))
 
     def save(self, folder: Path, step_is_over: bool) -> None:
-        """Writes all groups that no finished step has trained. step_is_over: else those of the present step
-        are asked again, and with them all that failed: what made them fail has stopped the run.
+        """Write all groups that no finished step has trained.
+
+        Args:
+            folder: folder of the checkpoint.
+            step_is_over: whether the present step is finished. If it is not, its groups are asked again, and
+                with them all groups that failed: what made them fail has stopped the run.
         """
-        repeatable = self.settings.repeatable  # what is under way began with these weights, and does again
-        parts = [] if repeatable else self.workers.continuations()
-        rows = {(uid, member): row for part in parts for uid, member, row in single_rows(part)}
-        running: list[tuple[Any, ...]] = []  # arguments of `PromptGroup`, as in the rest of the state
+        # With `repeatable`, what is under way began with these weights, and will begin with them again.
+        repeatable = self.settings.repeatable
+        batches = [] if repeatable else self.workers.continuations()
+        rows = {(uid, member): row for batch in batches for uid, member, row in single_rows(batch)}
+        running: list[tuple[Any, ...]] = []  # arguments of `PromptGroup`, as elsewhere in the state
         for group in self.running.values():
             states: list[Any] = [None] * len(group.prompts)
             for member in range(len(group.prompts)):
@@ -422,8 +479,8 @@ class RolloutStream:
             ready = [group for group in ready if group not in failed]
         state = {
             "running": running,
-            "ready": [(g.number, g.attempt, g.prompts, g.rows, g.due) for g in ready],
-            "again": [(g.number, g.attempt, g.prompts, {}, g.due) for g in again],
+            "ready": [(group.number, group.attempt, group.prompts, group.rows, group.due) for group in ready],
+            "again": [(group.number, group.attempt, group.prompts, {}, group.due) for group in again],
             "next_number": self.next_number,
             "lean": asdict(self._lean),
         }
@@ -431,13 +488,16 @@ class RolloutStream:
             pickle.dump(state, file)
 
     def load(self, folder: Path, step: int) -> None:
-        """Takes what `save` wrote; a run that sampled no step ahead so far has nothing there."""
+        """Read what `save` wrote.
+
+        There is nothing to read if the run has not sampled ahead so far.
+        """
         self.version = step
         file = folder / STREAM_FILE
         if not file.is_file():
             return
         state = pickle.loads(file.read_bytes())
         self.next_number = state["next_number"]
-        self._lean = Lean(**state.get("lean", {}))  # an older version has none
-        self.again = [PromptGroup(*each) for each in (*state["running"], *state["again"])]
-        self.ready = [PromptGroup(*each) for each in state["ready"]]
+        self._lean = Lean(**state.get("lean", {}))  # older versions wrote none
+        self.again = [PromptGroup(*arguments) for arguments in (*state["running"], *state["again"])]
+        self.ready = [PromptGroup(*arguments) for arguments in state["ready"]]

@@ -1,7 +1,7 @@
-"""Measuring a policy: the same generation, search and reward code as in training, over every row.
+"""The measurement of a policy, with the generation, search and reward code of training, over every row.
 
-`validate` is what the trainer calls, what the pretraining script of the tiny base model prints, and what
-`trainer.val_only=true` runs.
+The trainer calls `validate`, also with `trainer.val_only=true`; the pretraining script of the tiny base model
+prints its figures.
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ GREEDY = "greedy"
 
 @dataclass
 class ValidationReport:
-    """Scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy")."""
+    """The scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy")."""
 
-    # mode -> a record of each question whose answer could be judged: see `question_records`
+    # Mode -> a record of each question whose answer could be judged; see `question_records`.
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # mode -> a record of each other question: nobody knows what it is worth, so it is in no figure
+    # Mode -> a record of each other question. Nobody knows what its answer is worth, so it is in no figure.
     left_out: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # mode -> figures of the verifiers
+    # Mode -> figures of the verifiers.
     verdicts: dict[str, dict[str, float]] = field(default_factory=dict)
-    samples: DataProto | None = None  # of the first mode's first batch, for the trajectory records
-    extra: ValidationReport | None = None  # of `data.extra_val_files`, if those were asked too
+    samples: DataProto | None = None  # the first mode's first batch, for the trajectory records
+    extra: ValidationReport | None = None  # that of `data.extra_val_files`, if they were asked too
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
-        """Return `val/test_score/<data_source or environment>` (first mode); per mode EM, F1 and searches,
-        the first and the last by hops where known, and how many questions were left out: `unverified`, and of
-        these `search_failed`. A figure over no question is missing.
+        """Return the metrics of the report.
+
+        They are `val/test_score/<data_source or environment>` (first mode), and for each mode EM, F1 and
+        searches, the first and the last also by hops where these are known. For each mode they also say how
+        many questions were left out: `unverified`, and of these `search_failed`. A figure over no question is
+        missing.
         """
         metrics: dict[str, float] = {}
         for column in ("data_source", "env_class"):
@@ -71,15 +74,16 @@ class ValidationReport:
                 for hops, mean in figures[f"{name}_by_hops"].items():
                     metrics[f"{prefix}/{mode}/{name}/hops_{hops}"] = mean
             for name in ("documents_hold_answer", "first_query_right", "all_queries_right"):
-                known = [row for row in rows if row[name] is not None]
-                if known:
-                    metrics[f"{prefix}/{mode}/{name}"] = _mean(known, name)
+                judged = [row for row in rows if row[name] is not None]
+                if judged:
+                    metrics[f"{prefix}/{mode}/{name}"] = _mean(judged, name)
             metrics |= {f"{prefix}/{mode}/{name}": x for name, x in self.verdicts.get(mode, {}).items()}
         return metrics | (self.extra.metrics(f"{prefix}_extra") if self.extra else {})
 
     def lines(self, questions: str = "val") -> list[dict[str, Any]]:
-        """Return a record of each judged question in each mode, for `validation.jsonl`; see
-        `question_records`.
+        """Return a record of each judged question in each mode, for `validation.jsonl`.
+
+        See `question_records`.
         """
         lines = [
             {"questions": questions, "mode": mode, **row} for mode, rows in self.rows.items() for row in rows
@@ -87,9 +91,13 @@ class ValidationReport:
         return lines + (self.extra.lines("extra") if self.extra else [])
 
     def summary(self) -> dict[str, Any]:
-        """Return, for `summary.json`, per mode em, f1 and searches, each with _by_hops, over the judged
-        questions (None: there is none); num_questions, of all, and num_unverified, of those left out; kinds
-        (`kind_figures`).
+        """Return the figures for `summary.json`: mode -> name -> value.
+
+        - em, f1 and searches, each also with the suffix _by_hops: over the judged questions, None if there is
+          none.
+        - num_questions: how many questions there are in all.
+        - num_unverified: how many of them were left out.
+        - kinds: see `kind_figures`.
         """
         result: dict[str, Any] = {mode: self._figures(mode) for mode in self.rows}
         return result | ({"extra": self.extra.summary()} if self.extra else {})
@@ -114,14 +122,18 @@ def validate(
     batch_size: int | None,
     seed: int,
 ) -> ValidationReport:
-    """Ask every question of `dataset` once in each mode; the last batch may be smaller. A question whose
-    search or environment failed, or whose answer nobody could verify, is left out of the figures and counted.
+    """Ask every question of `dataset` once in each mode; the last batch may be smaller.
+
+    A question whose search or environment failed, or whose answer nobody could verify, is left out of the
+    figures and counted.
 
     Args:
         generate: prompts -> a trajectory for each row, with the prompts' columns.
-        modes: of "sampled" (temperature 1, no truncation of the distribution) and "greedy".
-        batch_size: questions in flight at once; None: all.
-        seed: of the sampled mode. Equal seeds give equal draws, so two reports of a run can be compared.
+        reward_fn: scores the trajectories.
+        dataset: the questions.
+        modes: some of "sampled" (temperature 1, no truncation of the distribution) and "greedy".
+        batch_size: questions in flight at once; None for all.
+        seed: seed of the sampled mode. Equal seeds give equal draws, so two reports of a run can be compared.
     """
     report = ValidationReport()
     size = batch_size or len(dataset)
@@ -152,7 +164,10 @@ def ask(
     seeds: torch.Tensor,
     temperature: float,
 ) -> DataProto:
-    """Scored trajectories of a batch; temperature 0 is greedy, else the whole distribution is drawn from."""
+    """Return the scored trajectories of a batch.
+
+    Temperature 0 is greedy; with any other, tokens are drawn from the whole distribution.
+    """
     sampling = {"do_sample": temperature > 0, "temperature": temperature, "top_p": 1.0}
     batch = generate(with_seeds(prompts, seeds, **sampling, top_k=-1, min_p=0.0, validate=True))
     score_answers(batch, reward_fn)
@@ -160,6 +175,7 @@ def ask(
 
 
 def question_records(batch: DataProto) -> list[dict[str, Any]]:
+    """Return a record of each row of a scored batch: question, answer, figures, and how it ended."""
     totals = batch.tensors["outcome"].tolist()
     records = []
     for i, trajectory in enumerate(batch.non_tensor_batch["trajectory"]):
@@ -174,10 +190,11 @@ def question_records(batch: DataProto) -> list[dict[str, Any]]:
                 "em": float(batch.non_tensor_batch["em"][i]),
                 "f1": float(batch.non_tensor_batch["f1"][i]),
                 "searches": trajectory["num_searches"],
-                "hops": extra.get("hops"),  # None, as below: the data does not say
+                "hops": extra.get("hops"),  # None, as below, if the data does not say
                 "data_source": batch.non_tensor_batch["data_source"][i],
                 "env_class": trajectory.get("env_class", "").replace(":", ".") or None,
-                "judged_by": "score" if is_scored else "em",  # "score": a verifier's or an environment's
+                # "score" if the score is a verifier's or an environment's.
+                "judged_by": "score" if is_scored else "em",
                 "finish_reason": trajectory["finish_reason"],
                 "documents_hold_answer": None,
                 "first_query_right": None,
@@ -187,17 +204,20 @@ def question_records(batch: DataProto) -> list[dict[str, Any]]:
         golden = batch.non_tensor_batch["reward_model"][i]["ground_truth"]
         if isinstance(golden, Mapping) and golden.get("target") is not None:
             documents = [document for turn in trajectory["turns"] for document in turn.get("documents") or []]
-            held = float(documents_hold_answer(documents, golden_answers(golden)))
-            records[-1]["documents_hold_answer"] = held
-        # the title that each search should name, in the order of the hops
+            holds_answer = float(documents_hold_answer(documents, golden_answers(golden)))
+            records[-1]["documents_hold_answer"] = holds_answer
+        # The title that each search should name, in the order of the hops.
         titles = extra.get("gold_titles")
-        wanted = [] if titles is None else [str(title).lower() for title in titles]
-        if wanted:
+        wanted_titles = [] if titles is None else [str(title).lower() for title in titles]
+        if wanted_titles:
             turns = [turn for turn in trajectory["turns"] if turn["action"] == "search" and turn["query"]]
             queries = [turn["query"].lower() for turn in turns]
-            first = bool(queries) and wanted[0] in queries[0]
-            every = all(any(title in query for query in queries) for title in wanted)
-            records[-1] |= {"first_query_right": float(first), "all_queries_right": float(every)}
+            first_is_right = bool(queries) and wanted_titles[0] in queries[0]
+            all_are_right = all(any(title in query for query in queries) for title in wanted_titles)
+            records[-1] |= {
+                "first_query_right": float(first_is_right),
+                "all_queries_right": float(all_are_right),
+            }
     return records
 
 
@@ -214,13 +234,17 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float:
 
 
 def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, Any]:
-    """What `summary.json` holds: em_before, em_after, em_before_by_hops, em_after_by_hops, searches_by_hops,
-    num_val_questions, num_unverified_before, num_unverified_after (questions that no figure counts; sampled
-    at temperature 1 if `trainer.val_modes` has that, else the first mode), and the same with the suffix of
-    every further mode, `_greedy`; for `data.extra_val_files` with the prefix
-    `extra_`. Then steps, wall_seconds, seconds_by_phase, generated_tokens_per_second,
-    trained_tokens_per_second, seed; not_learnt, score_rose, open_collapses (see `run_outcome`). What was not
-    measured is None.
+    """Return the contents of `summary.json`.
+
+    - em_before, em_after, em_before_by_hops, em_after_by_hops, searches_by_hops, num_val_questions,
+      num_unverified_before and num_unverified_after (questions that no figure counts). They are of the mode
+      that samples at temperature 1 if `trainer.val_modes` has it, and else of the first mode. Those of every
+      further mode have its name as a suffix, such as `_greedy`; those of `data.extra_val_files` have the
+      prefix `extra_`.
+    - steps, wall_seconds, seconds_by_phase, generated_tokens_per_second, trained_tokens_per_second and seed.
+    - not_learnt, score_rose and open_collapses (see `run_outcome`).
+
+    What was not measured is None.
     """
     before, after = (state.validation.get(when) or {} for when in ("before", "after"))
     seconds = state.seconds_by_phase
@@ -240,14 +264,14 @@ def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, An
 
 
 def _first_mode(validation: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of the mode that `summary.json` has first; {} of a validation that was not made."""
+    """Return the figures of the mode that `summary.json` has first, or {} if there was no validation."""
     modes = _sorted_modes(validation)
     return dict(validation[modes[0]]) if modes else {}
 
 
 def _sorted_modes(validation: dict[str, Any]) -> list[str]:
     modes = [mode for mode in validation if mode != "extra"]
-    modes.sort(key=lambda mode: mode != SAMPLED)  # stable: the others keep their order
+    modes.sort(key=lambda mode: mode != SAMPLED)  # the sort is stable: the others keep their order
     return modes
 
 
