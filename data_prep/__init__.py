@@ -1,3 +1,6 @@
-"""Raw material -> corpus.jsonl and parquet rows: the microworld, SQuAD-format files, the tiny base model."""
+"""Data preparation: the microworld, SQuAD-format files, the tiny base model.
 
-import verl  # noqa: F401  (it says which Python has what is missing)
+raw material -> corpus.jsonl and parquet rows
+"""
+
+import verl  # noqa: F401  (it says which Python has a missing package)

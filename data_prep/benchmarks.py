@@ -1,4 +1,4 @@
-"""Benchmarks by name, as rows of ours: what `python -m verl.evaluate --benchmarks NAME` asks.
+"""Benchmarks by name, as rows of this project: what `python -m verl.evaluate --benchmarks NAME` asks.
 
 python -m data_prep.benchmarks humaneval ifeval reasoning_gym:countdown --out data/benchmarks
 
@@ -11,9 +11,9 @@ microworld[:SEED]              400 questions of this project's small world
 xquad[:LANGUAGE]               1,190 questions on 240 passages of Wikipedia, in 12 languages (Artetxe et al.
                                2020, arXiv:1910.11856), from the hub: google/xquad
 
-Of the last two OUT/NAME/corpus.jsonl has to be served: bash retrieval_launch.sh --corpus_path ...
+For the last two, OUT/NAME/corpus.jsonl has to be served: bash retrieval_launch.sh --corpus_path ...
 
--> OUT/NAME.jsonl or .parquet  made once; a file that is there is taken
+-> OUT/NAME.jsonl or .parquet  made once; a file that already exists is used
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _ANSWER = "{}\n\nGive your final answer between <answer> and </answer>."
 
 
 def benchmark_file(name: str, out: Path) -> Path:
-    """The file of a benchmark's rows; it is made where it is not there. ValueError: there is no such name, or
-    what it is made of can't be had.
+    """Return the file of a benchmark's rows, which is made if it does not exist.
+
+    Raises ValueError if there is no such benchmark, or if what it is made of can't be fetched.
     """
     kind, *arguments = name.split(":")
     if kind in ("microworld", "xquad"):
@@ -66,14 +67,14 @@ def benchmark_file(name: str, out: Path) -> Path:
     if not path.is_file():
         if arguments and kind != "reasoning_gym":
             raise ValueError(f"found benchmark {name!r}; expected {kind} without a colon")
-        rows = [_row(kind, index, *parts) for index, parts in enumerate(makers[kind](name, arguments))]
+        rows = [_row(kind, index, *fields) for index, fields in enumerate(makers[kind](name, arguments))]
         out.mkdir(parents=True, exist_ok=True)
         write_lines(path, rows)
     return path
 
 
 def _number(arguments: list[str], default: int, name: str) -> int:
-    """The whole number at a name's end."""
+    """Return the whole number at a name's end."""
     if not arguments:
         return default
     if len(arguments) > 1 or not arguments[0].isdigit():
@@ -93,7 +94,7 @@ def _row(source: str, index: int, prompt: str, verifier: str, label: Any) -> dic
 
 
 def _write_xquad(name: str, arguments: list[str], out: Path) -> None:
-    """corpus.jsonl, whose passages have no title, and test.parquet."""
+    """Write corpus.jsonl, whose passages have no title, and test.parquet."""
     language = arguments[0] if arguments else "en"
     path = fetch_file(XQUAD[0], XQUAD[1].format(language)) if len(arguments) < 2 else None
     if path is None:
@@ -128,9 +129,9 @@ def _ifeval(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any]]:
     if path is None:
         raise ValueError(f"ifeval: {IFEVAL[0]} has no file {IFEVAL[1]}")
     for _, record in read_records(path):
-        given = [{k: v for k, v in (each or {}).items() if v is not None} for each in record["kwargs"]]
+        settings = [{k: v for k, v in (entry or {}).items() if v is not None} for entry in record["kwargs"]]
         label = [
-            {"instruction_id": record["instruction_id_list"], "kwargs": [each or None for each in given]}
+            {"instruction_id": record["instruction_id_list"], "kwargs": [entry or None for entry in settings]}
         ]
         yield record["prompt"], "ifeval", label
 

@@ -26,17 +26,20 @@ PROMPT = (
     "copied from the passage. Write nothing but <question>the question</question><answer>the answer</answer>."
     "\n"
 )
-MOST_WORDS = 8  # of an answer
+MOST_WORDS = 8  # words of an answer, at most
 _PAIR = re.compile(r"<question>((?:(?!</?question>).)*)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
 
 
 def question_in(text: str, passage: str) -> tuple[str, str, str]:
-    """(question, answer, what is wrong with them: "" is nothing) of what a model wrote on a passage."""
-    found = _PAIR.search(text)
-    if found is None:
+    """Return the question and the answer that a model wrote on a passage, and what is wrong with them.
+
+    The last is "" if nothing is wrong.
+    """
+    match = _PAIR.search(text)
+    if match is None:
         return "", "", "no <question>..</question><answer>..</answer>"
-    question = tidy_question(" ".join(found[1].split()))
-    answer = " ".join(found[2].split())
+    question = tidy_question(" ".join(match[1].split()))
+    answer = " ".join(match[2].split())
     words = normalize_answer(answer)
     if not words or len(words.split()) > MOST_WORDS:
         return question, answer, f"an answer of no words or more than {MOST_WORDS}"
@@ -48,7 +51,7 @@ def question_in(text: str, passage: str) -> tuple[str, str, str]:
 
 
 class WritesQuestion(BaseTextEnv):
-    """One turn: 1 for a question whose answer stands in the row's passage, else 0."""
+    """An environment of one turn: reward 1 for a question whose answer is in the row's passage, else 0."""
 
     counts_turns = stateless = True
     stop = ("</answer>",)
@@ -59,13 +62,14 @@ class WritesQuestion(BaseTextEnv):
         self.passage = extras["extra_info"]["passage"]
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        wrong = question_in(action, self.passage)[2]
-        return BaseTextEnvStepOutput(observations=[], reward=float(not wrong), done=True, metadata={})
+        problem = question_in(action, self.passage)[2]
+        return BaseTextEnvStepOutput(observations=[], reward=float(not problem), done=True, metadata={})
 
 
 def write_passages(corpus_path: Path, count: int, seed: int, folder: Path) -> Path:
-    """Rows that ask a model for questions on `count` passages; returns their file, which has the corpus's
-    name. ValueError: the corpus can't be read.
+    """Write rows that ask a model for questions on `count` passages; return their file.
+
+    The file has the corpus's name. Raises ValueError if the corpus can't be read.
     """
     with Corpus.open(corpus_path) as corpus:
         chosen = sorted(random.Random(seed).sample(range(len(corpus)), min(count, len(corpus))))
@@ -73,8 +77,8 @@ def write_passages(corpus_path: Path, count: int, seed: int, folder: Path) -> Pa
     rows = []
     for number, document in zip(chosen, documents, strict=True):
         passage = document.contents
-        about = {"title": passage.partition("\n")[0].strip('" '), "passage": passage}
-        row = make_row("corpus", fill_prompt(PROMPT, passage), "", [], "train", number, **about)
+        passage_info = {"title": passage.partition("\n")[0].strip('" '), "passage": passage}
+        row = make_row("corpus", fill_prompt(PROMPT, passage), "", [], "train", number, **passage_info)
         rows.append(row | {"env_class": f"{__name__}:{WritesQuestion.__name__}"})
     path = folder / f"{corpus_path.name.removesuffix('.gz').removesuffix('.jsonl')}.parquet"
     write_parquet(path, rows)
@@ -82,30 +86,35 @@ def write_passages(corpus_path: Path, count: int, seed: int, folder: Path) -> Pa
 
 
 def questions_file(folder: Path) -> Path:
-    """Of the questions on a corpus, in the folder with what the model wrote."""
+    """Return the file of the questions on a corpus, in the folder with what the model wrote."""
     return folder / f"{folder.name}_questions.parquet"
 
 
 def write_questions(lines: Iterable[Mapping[str, Any]], model: str, template: str, folder: Path) -> Path:
-    """Rows of the questions that a model wrote, each once, as `lines` of results have them; returns their
-    file. ValueError: there is no question.
+    """Write rows of the questions that a model wrote, each once; return their file.
+
+    `lines` are those of results. Raises ValueError if there is no question.
     """
     path = questions_file(folder)
     rows: list[dict[str, Any]] = []
     rejected = []
     seen = set[str]()
     for line in lines:
-        about = line["info"]
-        question, answer, wrong = question_in(line["completion"], about["passage"])
-        if not wrong and normalize_answer(question) in seen:
-            wrong = "a duplicate"
-        if wrong:
-            rejected.append({**line, "rejected": wrong})
+        passage_info = line["info"]
+        question, answer, problem = question_in(line["completion"], passage_info["passage"])
+        if not problem and normalize_answer(question) in seen:
+            problem = "a duplicate"
+        if problem:
+            rejected.append({**line, "rejected": problem})
             continue
         seen.add(normalize_answer(question))
-        known = {"gold_titles": [about["title"]], "passage_row": about["index"], "written_by": model}
+        question_info = {
+            "gold_titles": [passage_info["title"]],
+            "passage_row": passage_info["index"],
+            "written_by": model,
+        }
         prompt = fill_prompt(template, question)
-        rows.append(make_row("corpus", prompt, question, [answer], "train", len(rows), **known))
+        rows.append(make_row("corpus", prompt, question, [answer], "train", len(rows), **question_info))
     write_lines(folder / "rejected.jsonl", rejected)
     passages = f"{len(rows) + len(rejected):,} passages"
     print(f"{len(rows):,} questions on {passages}; {folder}/rejected.jsonl has the others", flush=True)

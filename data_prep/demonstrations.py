@@ -1,7 +1,7 @@
-"""What the tiny base model is pretrained on: reading, and a poor imitation of searching.
+"""The pretraining samples of the tiny base model: reading, and a poor imitation of searching.
 
 Each sample is a list of (text, trained) segments over a fresh pretraining world; segments are tokenised one
-by one, as in a rollout. Four kinds:
+by one, as in a rollout. There are four kinds:
 
     echo      a list of names, then the same again: the quickest way to learn to copy
     pack      articles, then many short questions about them: the dense signal from which copying forms
@@ -9,7 +9,7 @@ by one, as in a rollout. Four kinds:
     trace     the protocol of a rollout (search, information, ..., answer), demonstrated badly on purpose
 
 In a trace the number of searches, each query and the answer are drawn without looking at what the question
-needs, so that reinforcement learning finds a first success for every kind of question; a few are right
+needs, so that reinforcement learning finds a first success for every kind of question. A few traces are right
 throughout. With the `PLAIN` wording there are no tags and no traces.
 """
 
@@ -32,7 +32,7 @@ Sample = list[tuple[str, bool]]  # (text, whether every token of it is trained)
 NUM_SEARCHES = {0: 0.05, 1: 0.42, 2: 0.43, 3: 0.10}
 RIGHT_TRACE = 0.03
 RIGHT_ANSWER = 0.5
-NOTE = 0.3  # share of the later queries from documents that a note precedes
+NOTE = 0.3  # a later query from the documents has a note before it in this share of the cases
 PACK_SIZES = (0.6, 0.25, 0.1, 0.05)  # one to four articles
 
 
@@ -42,8 +42,14 @@ def _first_below(draw: float, choices: Sequence[tuple[float, str]]) -> str:
 
 
 class Wording(NamedTuple):
-    """How a sample words a note and an answer ({}: the fact, the value), with tags or without; and the shares
-    of echo, pack, reading and trace, at the start of pretraining and once `mix` has reached 1.
+    """The wording of a sample, with tags or without, and the shares of the kinds of samples.
+
+    Attributes:
+        tagged: whether there are tags.
+        note: the words of a note; {} stands for the fact.
+        answer: the words of an answer; {} stands for the value.
+        first_shares: shares of echo, pack, reading and trace at the start of pretraining.
+        last_shares: these shares once `mix` has reached 1.
     """
 
     tagged: bool
@@ -78,7 +84,7 @@ class WorldSearch:
                 self.postings[word].append((index, idf * count / (count + norm)))
 
     def search(self, query: str, topk: int) -> list[Entity]:
-        """The `topk` best articles, best first; ties go to the earlier article."""
+        """Return the `topk` best articles, best first; ties go to the earlier article."""
         scores: dict[int, float] = defaultdict(float)
         for word in _words(query):
             for index, score in self.postings.get(word, ()):
@@ -92,7 +98,7 @@ def _words(text: str) -> list[str]:
 
 
 class Demonstrator:
-    """Draws samples over one world."""
+    """A student that draws samples over one world."""
 
     def __init__(self, world: World, rng: random.Random, topk: int = 2, wording: Wording = PROTOCOL) -> None:
         self.world = world
@@ -106,13 +112,13 @@ class Demonstrator:
         self.by_kind = {kind: [e for e in self.entities if e.kind == kind] for kind in OF_KIND}
 
     def draw(self, mix: float) -> Sample:
-        """A sample of one of the four kinds (three without tags); `mix` in [0, 1] moves the shares."""
+        """Draw a sample of one of the four kinds (three without tags); `mix` in [0, 1] moves the shares."""
         ends = zip(self.wording.first_shares, self.wording.last_shares, strict=True)
         shares = [first + mix * (last - first) for first, last in ends]
         return self.rng.choices((self.echo, self.pack, self.reading, self.trace), shares)[0]()
 
     def question(self, hops: int) -> Question:
-        """A question over a chain of relations drawn evenly."""
+        """Draw a question over a chain of relations; the chains are drawn evenly."""
         while True:
             relations = self.rng.choice(self.chains[hops])
             start = self.rng.choice(self.by_kind[RELATIONS[relations[0]].subject])
@@ -121,7 +127,10 @@ class Demonstrator:
                 return question
 
     def echo(self) -> Sample:
-        """A list of names and words, then its parts again in another order: copying in its purest form."""
+        """Return a list of names and words, then its parts again in another order.
+
+        This is copying in its purest form.
+        """
         items = [self.rng.choice(self.names) for _ in range(self.rng.randint(4, 10))]
         items += [v for n in items for v in self.world[n].facts.values() if self.rng.random() < 0.3]
         self.rng.shuffle(items)
@@ -134,7 +143,7 @@ class Demonstrator:
         return sample
 
     def pack(self) -> Sample:
-        """One to four articles that hang together where they can, then eight questions or notes."""
+        """Return one to four articles, connected where possible, then eight questions or notes."""
         documents = [self.rng.choice(self.entities)]
         for _ in range(self.rng.choices(range(4), PACK_SIZES)[0]):
             linked = [v for v in self.rng.choice(documents).facts.values() if v in self.world]
@@ -143,13 +152,13 @@ class Demonstrator:
                 documents.append(self.world[name])
         self.rng.shuffle(documents)
         sample: Sample = [(self.wording.observation(documents), False)]
-        known = {d.name for d in documents}
+        shown_names = {d.name for d in documents}
         for _ in range(8):
             document = self.rng.choice(documents)
             relation = self.rng.choice(OF_KIND[document.kind])
             names: tuple[str, ...] = (relation.name,)
             bridge = document.facts[relation.name]
-            if bridge in known and self.rng.random() < 0.7:
+            if bridge in shown_names and self.rng.random() < 0.7:
                 names = (relation.name, self.rng.choice(OF_KIND[self.world[bridge].kind]).name)
             elif relation.phrases and self.rng.random() < 0.3:
                 sample += [(self.note(document, relation.name), True), ("\n", False)]
@@ -161,14 +170,15 @@ class Demonstrator:
         return sample
 
     def note(self, entity: Entity, relation: str) -> str:
-        """'<think> the director of Amber Harbor is Bratis Gildane.</think>'"""
+        """Return a note such as '<think> the director of Amber Harbor is Bratis Gildane.</think>'."""
         phrase = RELATIONS[relation].phrases[0].format(e=entity.name)
         return self.wording.note.format(f"{phrase} is {entity.facts[relation]}")
 
     def reading(self) -> Sample:
-        """A question, the documents for the first steps of its chain or for all, right notes, right answer.
+        """Return a question, documents, right notes and the right answer.
 
-        The right document comes first, as it does after a right query, but for one time in ten.
+        The documents are those for the first steps of the question's chain, or for all steps. The right
+        document comes first, as it does after a right query, except in one case of ten.
         """
         question = self.question(self.rng.choices((1, 2, 3), (0.4, 0.5, 0.1))[0])
         last = len(question.path) - 1
@@ -187,12 +197,15 @@ class Demonstrator:
         return [*sample, (END_TOKEN, True)]
 
     def trace(self) -> Sample:
-        """A rollout as a poor student would do it; see the top of this file."""
+        """Return a rollout as a poor student would do it; see the module."""
         question = self.question(self.rng.choices((1, 2, 3), (0.45, 0.47, 0.08))[0])
         return self.search(question, right=self.rng.random() < RIGHT_TRACE)
 
     def search(self, question: Question, right: bool) -> Sample:
-        """A rollout for a question: right throughout (each search names the next of the chain), or poor."""
+        """Return a rollout for a question, right throughout or poor.
+
+        In a right one, each search names the next entity of the chain.
+        """
         sample: Sample = [(fill_prompt(MICROWORLD_PROMPT, question.text), False)]
         count = len(question.path) if right else self.rng.choices(*zip(*NUM_SEARCHES.items(), strict=True))[0]
         seen: dict[str, Entity] = {}
@@ -206,7 +219,7 @@ class Demonstrator:
         return [*sample, (f"<answer> {answer}</answer>{END_TOKEN}", True)]
 
     def query(self, question: Question, turn: int, seen: dict[str, Entity]) -> tuple[str, str]:
-        """(query, note before it) of a poor student, drawn without looking at what is still needed."""
+        """Return (query, note before it) of a poor student, drawn without looking at what is still needed."""
         draw = self.rng.random()
         words = question.text.rstrip("?").split()
         start = self.rng.randrange(len(words))
@@ -215,16 +228,19 @@ class Demonstrator:
         if turn == 0:
             return _first_below(draw, [(0.5, question.path[0]), (0.8, fragment), (1.0, wrong)]), ""
         if draw < 0.4 and seen:
-            known = [name for name in question.path[:-1] if name in seen]
-            follows = known and self.rng.random() < 0.7
-            entity = self.world[known[-1]] if follows else self.rng.choice(list(seen.values()))
+            reached = [name for name in question.path[:-1] if name in seen]
+            follows = reached and self.rng.random() < 0.7
+            entity = self.world[reached[-1]] if follows else self.rng.choice(list(seen.values()))
             relation = self.rng.choice([r.name for r in OF_KIND[entity.kind] if r.phrases])
             note = self.note(entity, relation) if self.rng.random() < NOTE else ""
             return entity.facts[relation], note
         return _first_below(draw, [(0.6, question.path[0]), (0.85, fragment), (1.0, wrong)]), ""
 
     def answer(self, question: Question, seen: dict[str, Entity]) -> str:
-        """The right answer half of the time when it was found, else a value of the documents or the world."""
+        """Return an answer of a poor student.
+
+        It is the right one half of the time if it was found, else a value of the documents or the world.
+        """
         values = [value for entity in seen.values() for value in entity.facts.values()]
         if question.answer in values and self.rng.random() < RIGHT_ANSWER:
             return question.answer

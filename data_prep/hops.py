@@ -1,4 +1,4 @@
-"""Questions of three hops about a microworld, for a run that goes on from one which has learnt one and two.
+"""Questions of three hops about a microworld, for a run that continues one which has learnt one and two hops.
 
     python -m data_prep.hops --seed 0 --out data/hops/seed0
 
@@ -22,14 +22,14 @@ from data_prep.files import run_command, write_parquet, write_settings
 
 
 def write_hops(seed: int, out: Path, num_train: int, num_test: int) -> dict[str, int]:
-    """Write everything into the folder `out`; returns the number of rows of each file."""
+    """Write everything into the folder `out`; return the number of rows of each file."""
     counts = microworld.write_world(seed, out, num_train, 2 * num_test, num_test)
     train_part, test_part = microworld.evaluation_world(seed)
     rng = random.Random(f"hops {seed}")
-    wanted = [("train_3hop", train_part, 3, num_train)]
-    wanted += [(f"test_{hops}hop", test_part, hops, num_test) for hops in (4, 5)]
-    for name, part, hops, count in wanted:
-        rows = microworld.make_rows(microworld.draw_questions(rng, part, hops, count), name)
+    row_sets = [("train_3hop", train_part, 3, num_train)]
+    row_sets += [(f"test_{hops}hop", test_part, hops, num_test) for hops in (4, 5)]
+    for name, world, hops, count in row_sets:
+        rows = microworld.make_rows(microworld.draw_questions(rng, world, hops, count), name)
         counts[f"{name}.parquet"] = write_parquet(out / f"{name}.parquet", rows)
     files = {name.removesuffix(".parquet"): str(out.absolute() / name) for name in counts}
     settings = {

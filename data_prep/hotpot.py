@@ -12,10 +12,12 @@ pair is taken for its gold passages by these rules, and all other questions are 
     bridge      the question names one title; the passage of another holds the answer, the first does not;
                 and one of them names the other's title
 
-A title is named where it stands letter by letter, without what it has in parentheses; one of a single word
-only in quotation marks. Of several pairs the one that shares most words with the question counts. A corpus
-that was made for other questions answers few of HotpotQA's. The films' questions ask "In what year was the
-director of X born?" of any corpus with such passages; `extra_info.gold_titles` names both in their order.
+A title is named where it appears letter by letter, without what it has in parentheses. A title of a single
+word is named only in quotation marks. Of several pairs, the one that shares most words with the question
+counts. A corpus that was made for other questions answers few of HotpotQA's.
+
+The films' questions ask "In what year was the director of X born?" of any corpus with such passages.
+`extra_info.gold_titles` names both passages in their order.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from data_prep.squad import PROMPTS
 TYPES = ("comparison", "bridge")
 _WORD = re.compile(r"\w+")
 _FILM = re.compile(r".{,90}?\b(?:is|was) an? [^,.]{,90}?\bfilm\b[^.]{,120}?\bdirected by (?=\w)")
-_BIRTH_YEAR = re.compile(r"[^().]*\([^()]*?(?<!\d)(1[789]\d\d)")  # the first in the first parentheses
-_ANOTHER = re.compile(r",? and [A-Z]|, [A-Z]")  # name after a director's: there are several
+_BIRTH_YEAR = re.compile(r"[^().]*\([^()]*?(?<!\d)(1[789]\d\d)")  # the first year in the first parentheses
+_ANOTHER = re.compile(r",? and [A-Z]|, [A-Z]")  # a name after a director's: there are several directors
 
 
 class TitledPassage(NamedTuple):
@@ -46,7 +48,7 @@ class TitledPassage(NamedTuple):
 
 
 class Titles:
-    """The passages of a corpus, and where texts name their titles."""
+    """The passages of a corpus, and the titles that texts name."""
 
     def __init__(self, corpus: Path) -> None:
         self.passages: list[TitledPassage] = []
@@ -65,22 +67,22 @@ class Titles:
         self.links = {passage.id: set(self.named(passage.text)) for passage in self.passages}
 
     def named(self, text: str) -> list[str]:
-        """The names that stand in a text, none inside of another, in their order."""
-        found = []
+        """Return the names that appear in a text, none inside of another, in their order."""
+        names = []
         end = 0
         for word in _WORD.finditer(text):
             for name in self.by_word.get(word[0], ()) if word.start() >= end else ():
                 stop = word.start() + len(name)
                 is_name = " " in name or text[: word.start()].endswith(('"', "'"))
                 if is_name and text.startswith(name, word.start()) and not text[stop : stop + 1].isalnum():
-                    found.append(name)
+                    names.append(name)
                     end = stop
                     break
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(names))
 
 
 def gold_passages(titles: Titles, question: str, answer: str, kind: str) -> list[TitledPassage]:
-    """The two passages that a question of HotpotQA seems to be made of; [] if there are none."""
+    """Return the two passages that a question of HotpotQA seems to be made of; [] if there are none."""
     words = set(_WORD.findall(question.lower()))
     named = titles.named(question)
     holds = re.compile(rf"(?<!\w){re.escape(answer)}(?!\w)", re.IGNORECASE)
@@ -91,9 +93,9 @@ def gold_passages(titles: Titles, question: str, answer: str, kind: str) -> list
         firsts = [p for name in named for p in titles.of_name[name] if not holds.search(p.text)]
         seconds = [p for p in titles.passages if firsts and holds.search(f"{p.title} {p.text}")]
         for first in firsts:
-            others = (p for p in seconds if p.name != first.name)
+            candidates = (p for p in seconds if p.name != first.name)
             linked = titles.links[first.id]
-            pairs += [[first, p] for p in others if p.name in linked or first.name in titles.links[p.id]]
+            pairs += [[first, p] for p in candidates if p.name in linked or first.name in titles.links[p.id]]
 
     def shared(pair: list[TitledPassage]) -> int:
         return len(words & set(_WORD.findall(" ".join(f"{p.title} {p.text}" for p in pair).lower())))
@@ -102,9 +104,9 @@ def gold_passages(titles: Titles, question: str, answer: str, kind: str) -> list
 
 
 def hotpot_rows(titles: Titles, questions: Path, template: str) -> Iterator[dict[str, Any]]:
-    """A row for each question whose passages are there; prints how many that are."""
+    """Yield a row for each question whose passages are in the corpus, and print how many these are."""
     seen = Counter[str]()
-    kept = Counter[str]()
+    num_rows = Counter[str]()
     for where, record in files.read_records(questions):
         texts = (files.take(record, key, str, where).strip() for key in ("question", "answer", "type"))
         question, answer, kind = texts
@@ -116,13 +118,15 @@ def hotpot_rows(titles: Titles, questions: Path, template: str) -> Iterator[dict
             ids = [passage.id for passage in gold]
             prompt = prompts.fill_prompt(template, question)
             extra = {"gold_ids": ids, "hops": 2, "type": kind}
-            yield files.make_row("hotpotqa", prompt, question, [answer], "test", kept.total(), **extra)
-            kept[kind] += 1
-    print(", ".join(f"{kind}: {kept[kind]} of {seen[kind]} questions have both passages" for kind in TYPES))
+            yield files.make_row("hotpotqa", prompt, question, [answer], "test", num_rows.total(), **extra)
+            num_rows[kind] += 1
+    print(
+        ", ".join(f"{kind}: {num_rows[kind]} of {seen[kind]} questions have both passages" for kind in TYPES)
+    )
 
 
 def film_rows(titles: Titles, template: str) -> Iterator[dict[str, Any]]:
-    """A row for each film whose director has the one passage of the name, with a year of birth."""
+    """Yield a row for each film whose director is named once in the corpus, with a year of birth."""
     count = 0
     for film in titles.passages:
         if match := _FILM.match(film.text):
@@ -139,16 +143,19 @@ def film_rows(titles: Titles, template: str) -> Iterator[dict[str, Any]]:
 
 
 def convert(corpus: Path, questions: Path | None, out: Path, template: str) -> dict[str, int]:
-    """Write test_films.parquet and, with `questions`, test_2hop.parquet; returns how many rows they have."""
+    """Write test_films.parquet and, with `questions`, test_2hop.parquet; return how many rows they have.
+
+    Raises ValueError if there is no row.
+    """
     titles = Titles(corpus)
-    parts = {"test_films.parquet": list(film_rows(titles, template))}
+    row_sets = {"test_films.parquet": list(film_rows(titles, template))}
     if questions is not None:
-        parts["test_2hop.parquet"] = list(hotpot_rows(titles, questions, template))
-    if not any(parts.values()):
+        row_sets["test_2hop.parquet"] = list(hotpot_rows(titles, questions, template))
+    if not any(row_sets.values()):
         raise ValueError(f"{corpus} has no film with its director, and both passages of no question")
-    for name in (name for name, rows in parts.items() if not rows):
-        (out / name).unlink(missing_ok=True)  # an earlier command's
-    return {name: files.write_parquet(out / name, rows) for name, rows in parts.items() if rows}
+    for name in (name for name, rows in row_sets.items() if not rows):
+        (out / name).unlink(missing_ok=True)  # an earlier command may have left it
+    return {name: files.write_parquet(out / name, rows) for name, rows in row_sets.items() if rows}
 
 
 def main() -> int:

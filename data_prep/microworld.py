@@ -8,9 +8,9 @@
                                -> test_3hop.parquet    longer chains than training ever shows
 
 A world has two parts that never refer to each other, in one corpus. Training questions are about the first,
-test questions about the second, whose names are held out (`data_prep.names.is_held_out`): every entity on the
-chain of a test question is a combination of words that neither training nor pretraining shows.
-Worlds with seeds from 1000 on, without a held-out part, are for pretraining (`pretraining_world`).
+test questions about the second, whose names are held out (`data_prep.names.is_held_out`). Every entity on the
+chain of a test question is a combination of words that neither training nor pretraining shows. Worlds with
+seeds from 1000 on have no held-out part. They are for pretraining (`pretraining_world`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRETRAINING_SIZES = {"film": 24, "novel": 24, "company": 20, "person": 60, "plac
 
 @dataclass
 class Entity:
-    """Somebody or something with an article. `facts` maps a relation's name to its value."""
+    """Somebody or something with an article; `facts` maps a relation's name to its value."""
 
     kind: str
     name: str
@@ -44,7 +44,7 @@ class Entity:
 
 
 class Question(NamedTuple):
-    """A question over a chain of relations. `path` holds the names on the chain but for the answer."""
+    """A question over a chain of relations; `path` holds the names on the chain except the answer."""
 
     text: str
     answer: str
@@ -56,13 +56,13 @@ World = dict[str, Entity]  # by name; names are unique over all kinds
 
 
 def make_part(rng: random.Random, sizes: dict[str, int], held_out: bool) -> World:
-    """A closed part of a world: entities with names, facts about each other, and articles."""
+    """Make a closed part of a world: entities with names, facts about each other, and articles."""
     names = {kind: draw_names(rng, kind, sizes[kind], held_out) for kind in KINDS}
     entities = {kind: [Entity(kind, name) for name in names[kind]] for kind in KINDS}
     people = entities["person"]
-    for left, right in zip(people[::2], people[1::2], strict=True):
-        left.facts["spouse"] = right.name
-        right.facts["spouse"] = left.name
+    for first_person, second_person in zip(people[::2], people[1::2], strict=True):
+        first_person.facts["spouse"] = second_person.name
+        second_person.facts["spouse"] = first_person.name
     for kind in KINDS:
         for entity in entities[kind]:
             for relation in OF_KIND[kind]:
@@ -75,7 +75,7 @@ def make_part(rng: random.Random, sizes: dict[str, int], held_out: bool) -> Worl
 
 
 def write_article(rng: random.Random, entity: Entity) -> str:
-    """An opening, then all facts in random order and random words, now and then with a remark among them."""
+    """Return an article: an opening, then all facts in random order and wording, sometimes with a remark."""
     subject, possessive = rng.choice((("He", "His"), ("She", "Her")))
     sentences = [
         rng.choice(relation.sentences).format(v=entity.facts[relation.name], p=subject, q=possessive)
@@ -88,7 +88,7 @@ def write_article(rng: random.Random, entity: Entity) -> str:
 
 
 def ask(rng: random.Random, world: World, start: Entity, relations: tuple[str, ...]) -> Question | None:
-    """A question over a chain that begins at `start`; None if the chain meets the same name twice."""
+    """Return a question over a chain that begins at `start`; None if the chain meets the same name twice."""
     path = []
     value = start.name
     for name in relations:
@@ -106,7 +106,10 @@ def ask(rng: random.Random, world: World, start: Entity, relations: tuple[str, .
 
 
 def draw_questions(rng: random.Random, world: World, hops: int, count: int) -> list[Question]:
-    """`count` questions, no start and chain twice, the chains of relations as even as can be."""
+    """Draw `count` questions, no start and chain twice, the chains of relations as even as possible.
+
+    Raises ValueError if the world has fewer such questions.
+    """
     decks = []
     for chain in chains(hops):
         deck = [entity for entity in world.values() if entity.kind == RELATIONS[chain[0]].subject]
@@ -126,7 +129,10 @@ def draw_questions(rng: random.Random, world: World, hops: int, count: int) -> l
 
 
 def evaluation_world(seed: int) -> tuple[World, World]:
-    """The (training, test) parts of the world of a seed below 1000: the second has held-out names only."""
+    """Return the (training, test) parts of the world of a seed below 1000.
+
+    The second part has only held-out names. Raises ValueError for any other seed.
+    """
     if not 0 <= seed < FIRST_PRETRAINING_SEED:
         raise ValueError(f"seed {seed}: worlds to train and test on have seeds 0 to 999")
     rng = random.Random(f"microworld {seed}")
@@ -134,14 +140,17 @@ def evaluation_world(seed: int) -> tuple[World, World]:
 
 
 def pretraining_world(seed: int) -> World:
-    """A small world without held-out names, for seeds from 1000 on."""
+    """Return a small world without held-out names, for seeds from 1000 on.
+
+    Raises ValueError for any other seed.
+    """
     if seed < FIRST_PRETRAINING_SEED:
         raise ValueError(f"seed {seed}: pretraining worlds have seeds from {FIRST_PRETRAINING_SEED} on")
     return make_part(random.Random(f"microworld {seed}"), PRETRAINING_SIZES, held_out=False)
 
 
 def make_rows(questions: list[Question], split: str) -> list[dict]:
-    """Parquet rows of questions, see `data_prep.files.make_row`."""
+    """Return the parquet rows of questions, see `data_prep.files.make_row`."""
     return [
         make_row(
             "microworld", fill_prompt(MICROWORLD_PROMPT, q.text), q.text, [q.answer], split, index,
@@ -154,7 +163,7 @@ def make_rows(questions: list[Question], split: str) -> list[dict]:
 def write_world(
     seed: int, out: Path, num_train: int, num_test: int, num_3hop: int, corpus_only: bool = False
 ) -> dict[str, int]:
-    """Write the four files of a world, or its corpus alone, into the folder `out`; returns their rows."""
+    """Write the four files of a world, or only its corpus, into the folder `out`; return their rows."""
     for name, count in (("--num-train", num_train), ("--num-test", num_test), ("--num-3hop", num_3hop)):
         if count < 2:
             raise ValueError(f"{name} {count}: give at least 2")
@@ -166,8 +175,8 @@ def write_world(
         rng.shuffle(questions)
         return questions
 
-    # More of the hard ones to train on: a second search is rarely rewarded at first, and a policy that has
-    # become good at the easy ones alone gives it up.
+    # There are more of the hard ones to train on. A second search is rarely rewarded at first, and a policy
+    # that has become good only at the easy ones gives it up.
     train = draw(train_part, num_train // 3, num_train - num_train // 3)
     test = draw(test_part, num_test - num_test // 2, num_test // 2)
     longer = draw_questions(rng, test_part, 3, num_3hop)
@@ -189,8 +198,8 @@ def main() -> int:
     parser.add_argument("--num-train", type=int, default=4096, help="to train on, two thirds 2-hop (4096)")
     parser.add_argument("--num-test", type=int, default=400, help="test questions, half of them 2-hop (400)")
     parser.add_argument("--num-3hop", type=int, default=200, help="3-hop test questions (200)")
-    what = "only corpus.jsonl, for a retrieval server (no pyarrow needed)"
-    parser.add_argument("--corpus-only", action="store_true", help=what)
+    help_text = "only corpus.jsonl, for a retrieval server (no pyarrow needed)"
+    parser.add_argument("--corpus-only", action="store_true", help=help_text)
     return run_command(parser, lambda options: write_world(**vars(options)))
 
 

@@ -4,8 +4,8 @@
          -> questions about the training part -> train.parquet    half of 1 hop, half of 2 hops
          -> questions about the test part     -> test.parquet     names that training never shows
 
-A database has a table for each kind of entity, with the columns `name` and its relations, and lies where the
-environment with db_path <out>/databases looks for it. A row: prompt, env_class text2sql, db_id, data,
+A database has a table for each kind of entity, with the columns `name` and its relations. It is where the
+environment with db_path <out>/databases looks for it. A row has prompt, env_class text2sql, db_id, data,
 reward_spec {method, ground_truth: the right query}, max_turns.
 """
 
@@ -25,7 +25,7 @@ MAX_TURNS = 3
 
 
 def write_database(world: World, path: Path) -> None:
-    """The world as a SQLite file; one that is there is replaced."""
+    """Write the world to a SQLite file; an existing one is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     connection = sqlite3.connect(path)
@@ -42,17 +42,17 @@ def write_database(world: World, path: Path) -> None:
 
 
 def database_file(folder: Path, db_id: str) -> Path:
-    """Where the text2sql environment with `db_path` = folder looks for the database."""
+    """Return where the text2sql environment with `db_path` = folder looks for the database."""
     return folder / "spider" / "database" / db_id / f"{db_id}.sqlite"
 
 
 def select(relation: str, name: str) -> str:
-    """A query for one fact; `name`: a quoted name, or a query in brackets."""
+    """Return a query for one fact; `name` is a quoted name, or a query in brackets."""
     return f"select {relation} from {RELATIONS[relation].subject} where name={name}"
 
 
 def gold_query(question: Question) -> str:
-    """One query for the whole chain of a question, each hop inside of the next."""
+    """Return one query for the whole chain of a question, each hop inside of the next."""
     name = f"'{question.path[0]}'"
     for relation in question.relations[:-1]:
         name = f"({select(relation, name)})"
@@ -60,20 +60,23 @@ def gold_query(question: Question) -> str:
 
 
 def fill_question(question: Question) -> str:
-    """The prompt. The name is in quotation marks, as it will be in the query."""
+    """Return the prompt, with the name in quotation marks, as it will be in the query."""
     text = question.text.replace(question.path[0], f'"{question.path[0]}"')
     return PROMPT.format(tables=", ".join(KINDS), question=text)
 
 
 def attempt(rng: random.Random, question: Question, right_share: float) -> list[str]:
-    """What a poor student writes in each turn: half of the time a query for the first hop, to look at; then a
-    solution. A query asks for the right column in `right_share` of the cases, else for any of its table.
+    """Return what a poor student writes in each turn.
+
+    Half of the time it first writes a query for the first hop, to look at its result. Then it writes a
+    solution. A query asks for the right column with the probability `right_share`, else for any column of its
+    table.
     """
     first = question.relations[0]
     last = question.relations[-1]
 
     def query(relation: str, name: str) -> str:
-        columns = [other.name for other in OF_KIND[RELATIONS[relation].subject]]
+        columns = [relation_of_kind.name for relation_of_kind in OF_KIND[RELATIONS[relation].subject]]
         return select(relation if rng.random() < right_share else rng.choice(columns), name)
 
     start = f"'{question.path[0]}'"
@@ -101,11 +104,11 @@ def make_row(question: Question, db_id: str, split: str = "train", index: int = 
 
 
 def write_tables(seed: int, out: Path, num_train: int, num_test: int) -> dict[str, int]:
-    """Write both databases and both files into the folder `out`; returns the number of rows of each file."""
+    """Write both databases and both files into the folder `out`; return the number of rows of each file."""
     rng = random.Random(f"sql questions {seed}")
     counts = {}
-    parts = zip(("train", "test"), evaluation_world(seed), (num_train, num_test), strict=True)
-    for split, world, count in parts:
+    splits = zip(("train", "test"), evaluation_world(seed), (num_train, num_test), strict=True)
+    for split, world, count in splits:
         db_id = f"microworld_{seed}_{split}"
         write_database(world, database_file(out / "databases", db_id))
         longer = draw_questions(rng, world, 2, count - count // 2)

@@ -9,9 +9,10 @@
          -> settings.yaml        keys of a run that name these files
 
 The model has never seen a sum or a query, so it starts from demonstrations. These are imperfect on purpose:
-what is right, reinforcement learning has to find out. They are played against the environments, so that the
-student reads what a policy will read; none has a sum or a name of the tests. Among them are drills (single
-columns of sums) and samples of the model's pretraining, lest it forget how to read and search.
+reinforcement learning has to find out what is right. They are played against the environments, so that the
+student reads what a policy will read. No demonstration has a sum or a name of the tests. Among them are
+drills (single columns of sums) and samples of the model's pretraining, so that it does not forget how to read
+and search.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ DB_ID = "demonstrations"
 
 
 def play(env: Any, prompt: str, turns: list[str], end: str) -> Sample:
-    """The segments of an episode in which a student writes these turns; `end` closes each of them."""
+    """Return the segments of an episode in which a student writes these turns; `end` closes each of them."""
     sample: Sample = [(prompt, False)]
     for text in turns:
-        head, mark, number = (text + end).partition("#### ")  # apart: a blank and a digit can be one token
+        # The number is a piece of its own, because a blank and a digit can be one token.
+        head, mark, number = (text + end).partition("#### ")
         sample += [(piece, True) for piece in (head + mark, number) if piece]
         output = env.step(text)
         if output["done"]:
@@ -54,7 +56,7 @@ def play(env: Any, prompt: str, turns: list[str], end: str) -> Sample:
 
 
 def demonstrations(seed: int, count: int, folder: Path) -> Iterator[Sample]:
-    """`count` samples, the same for a seed. `folder`: for databases while they are made."""
+    """Yield `count` samples, the same for a seed; `folder` is for databases while they are made."""
     rng = random.Random(f"mixture {seed}")
     settings = {"db_path": str(folder)}
     for number in range(count):
@@ -83,13 +85,16 @@ def demonstrations(seed: int, count: int, folder: Path) -> Iterator[Sample]:
 def write_mixture(
     seed: int, out: Path, num_train: int, num_test: int, num_demonstrations: int
 ) -> dict[str, int]:
-    """Write everything into the folder `out`; returns the number of rows of each file."""
+    """Write everything into the folder `out`; return the number of rows of each file.
+
+    Raises ValueError if there are to be no demonstrations.
+    """
     if num_demonstrations < 1:
         raise ValueError(f"--num-demonstrations {num_demonstrations}: give at least 1")
     counts = microworld.write_world(seed, out, num_train, num_test, num_3hop=2)
-    for part, write in (("sums", arithmetic.write_rows), ("sql", microworld_sql.write_tables)):
-        files = write(seed, out / part, num_train, num_test)
-        counts |= {f"{part}/{name}": count for name, count in files.items()}
+    for folder_name, write in (("sums", arithmetic.write_rows), ("sql", microworld_sql.write_tables)):
+        files = write(seed, out / folder_name, num_train, num_test)
+        counts |= {f"{folder_name}/{name}": count for name, count in files.items()}
     with tempfile.TemporaryDirectory() as folder:
         rows = [
             {"segments": [{"text": text, "trained": trained} for text, trained in sample if text]}

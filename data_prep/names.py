@@ -1,8 +1,8 @@
 """The words that microworlds are made of, and the rule that keeps some combinations apart.
 
-Every name is a combination of two words from fixed inventories ("Bratis Gildane", "Amber Harbor",
-"North Valdon", "Cidex Pictures"). The tokenizer has one token for each of these words, so a model can
-copy any name as two tokens; because a name is only a combination, it can't be learnt by heart.
+Every name is a combination of two words from fixed inventories ("Bratis Gildane", "Amber Harbor", "North
+Valdon", "Cidex Pictures"). The tokenizer has one token for each of these words, so a model can copy any name
+as two tokens. Because a name is only a combination, it can't be learnt by heart.
 
 `is_held_out` splits the combinations in two by a hash, once and for all (see `data_prep.microworld`).
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 WORDS: dict[str, list[str]] = {}
 for _line in Path(__file__).with_name("names.txt").read_text(encoding="utf-8").splitlines():
-    _kind, _, _words = _line.rpartition(":")  # no kind: it goes on from the line before
+    _kind, _, _words = _line.rpartition(":")  # a line without a kind continues the one before
     WORDS.setdefault(_kind or list(WORDS)[-1], []).extend(_words.split())
 
 # kind of name -> (first words, second words)
@@ -33,15 +33,16 @@ HELD_OUT_SHARE = 5  # one text in five
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a text is reserved for tests, as one in `HELD_OUT_SHARE` is; the same on every machine. A name
-    is asked for as kind|name.
+    """Return whether a text is reserved for tests, as one in `HELD_OUT_SHARE` is; the same on every machine.
+
+    For a name, pass kind|name.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
 
 
 def draw_names(rng: random.Random, kind: str, count: int, held_out: bool) -> list[str]:
-    """`count` different names of a kind, all held out or none of them."""
+    """Draw `count` different names of a kind, all held out or none of them."""
     first_words, second_words = NAME_PARTS[kind]
     names: dict[str, None] = {}
     while len(names) < count:

@@ -6,12 +6,13 @@
     seed, pool number -> a fresh world -> samples (data_prep.demonstrations) -> length-sorted token batches
         -> Qwen3 in bf16 autocast -> weighted loss over a fixed number of tokens -> Muon and AdamW
 
-All randomness comes from (seed, pool number). The learning rate falls to zero over the last part of the run:
-reinforcement learning does not recover from a base whose rate was not brought down (a probe showed it).
-`--plain` makes a model that reads and answers in plain words, and has never seen anything of the protocol.
+All randomness comes from (seed, pool number). The learning rate falls to zero over the last part of the run,
+because reinforcement learning does not recover from a base whose rate was not brought down (a probe showed
+it). `--plain` makes a model that reads and answers in plain words, and has never seen anything of the
+protocol.
 
-The loss of the tokens that samples mark as trained, and of a share of the others, is divided by a constant:
-batches are sorted by length, and a norm of each batch's own would make short traces count for more.
+The loss of the tokens that samples mark as trained, and of a share of the others, is divided by a constant.
+Batches are sorted by length, and dividing by each batch's own count would make short traces count for more.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from data_prep.prompts import MICROWORLD_PROMPT
 from data_prep.tiny_tokenizer import train_tokenizer
 
 CONTEXT_SHARE = 0.12  # share of the untrained tokens (questions, documents) that get a loss too
-TOKENS_PER_LOSS = 0.35  # the constant behind the loss: trained tokens for each token of a batch, about
+TOKENS_PER_LOSS = 0.35  # the constant that divides the loss: about the share of trained tokens in a batch
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """input_ids [B, L] int64, right padded; positions [M] int64 into the flattened B*L, targets [M] int64."""
 
 
 @dataclass(frozen=True)
 class PretrainingSettings:
-    """Everything that decides the result."""
+    """The settings that decide the result."""
 
     seed: int = 0
     num_pools: int = 450
     samples_per_pool: int = 128
     tokens_per_batch: int = 3072
     warmup_pools: int = 4
-    mix_pools: int = 160  # over which the shares of the kinds of samples move to their final values
-    decay_pools: int = 200  # last part of the run, over which the learning rate falls to zero
+    mix_pools: int = 160  # pools over which the shares of the kinds of samples move to their final values
+    decay_pools: int = 200  # last pools of the run, over which the learning rate falls to zero
     muon_lr: float = 1e-2
     adam_lr: float = 1e-3
     embedding_std: float = 0.1  # at 0.02 names stay too alike for copying to form
@@ -61,12 +62,12 @@ class PretrainingSettings:
     protocol: bool = True  # False: plain reading, without tags and without searches
 
 
-# Shorter: there is less to learn.
+# The plain run is shorter, because there is less to learn.
 PLAIN_RUN: dict[str, Any] = {"protocol": False, "num_pools": 320, "mix_pools": 80, "decay_pools": 100}
 
 
 def build_model(settings: PretrainingSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 with fresh weights from the seed."""
+    """Build a Qwen3 with fresh weights from the seed."""
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     config = Qwen3Config(
         **{name: getattr(settings, name) for name in sizes}, num_key_value_heads=settings.num_attention_heads,
@@ -75,19 +76,19 @@ def build_model(settings: PretrainingSettings, tokenizer: PreTrainedTokenizerFas
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(settings.seed)
-    model = Qwen3ForCausalLM(config)  # attention: sdpa, the default
+    model = Qwen3ForCausalLM(config)  # with the default attention, sdpa
     torch.manual_seed(settings.seed + 1)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=settings.embedding_std)
     return model
 
 
 def make_pool(settings: PretrainingSettings, tokenizer: PreTrainedTokenizerFast, pool: int) -> list[Batch]:
-    """The batches of a pool, a pure function of settings and pool number, in random order."""
+    """Make the batches of a pool in random order, a pure function of settings and pool number."""
     rng = random.Random(f"pool {settings.seed} {pool}")
     world = pretraining_world(FIRST_PRETRAINING_SEED + settings.seed * 1_000_000 + pool)
     student = Demonstrator(world, rng, wording=PROTOCOL if settings.protocol else PLAIN)
     samples = [student.draw(min(1.0, pool / settings.mix_pools)) for _ in range(settings.samples_per_pool)]
-    rows = []  # (token, whether it is trained) of each sample; each segment is tokenised alone
+    rows = []  # for each sample its (token, whether it is trained); each segment is tokenised alone
     for sample in samples:
         pieces = tokenizer([text for text, _ in sample], add_special_tokens=False)["input_ids"]
         rows.append([(i, trained) for ids, (_, trained) in zip(pieces, sample, strict=True) for i in ids])
@@ -100,7 +101,8 @@ def make_pool(settings: PretrainingSettings, tokenizer: PreTrainedTokenizerFast,
     batches = []
     for group in groups:
         width = max(map(len, group))
-        input_ids = torch.full((len(group), width), tokenizer.pad_token_id)  # causal: padding is never seen
+        # Attention is causal, so padding on the right is never seen.
+        input_ids = torch.full((len(group), width), tokenizer.pad_token_id)
         positions = []
         targets = []
         for number, row in enumerate(group):
@@ -114,7 +116,7 @@ def make_pool(settings: PretrainingSettings, tokenizer: PreTrainedTokenizerFast,
 
 
 def train(settings: PretrainingSettings) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """The whole run; prints the mean loss per trained token every 20 pools."""
+    """Run the whole pretraining; print the mean loss per trained token every 20 pools."""
     tokenizer = train_tokenizer(settings.vocab_size)
     model = build_model(settings, tokenizer)
     # Muon for the matrices inside the layers, AdamW for embeddings and norms.
@@ -126,9 +128,9 @@ def train(settings: PretrainingSettings) -> tuple[Qwen3ForCausalLM, PreTrainedTo
     total = 0.0
     count = 0
     for pool in range(settings.num_pools):
-        # Warm-up, a plateau, then linearly down to zero.
-        left = (settings.num_pools - pool) / settings.decay_pools
-        share = min(1.0, (pool + 1) / settings.warmup_pools, left)
+        # The rate warms up, stays on a plateau, then falls linearly to zero.
+        decay_share = (settings.num_pools - pool) / settings.decay_pools
+        share = min(1.0, (pool + 1) / settings.warmup_pools, decay_share)
         muon.param_groups[0]["lr"] = settings.muon_lr * share
         adam.param_groups[0]["lr"] = settings.adam_lr * share
         for input_ids, positions, targets in make_pool(settings, tokenizer, pool):
@@ -152,11 +154,13 @@ def train(settings: PretrainingSettings) -> tuple[Qwen3ForCausalLM, PreTrainedTo
 
 
 def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Model (float32 safetensors) and tokenizer. Pretraining ties the head to the embeddings; what is written
-    has a head of its own with the same values, which reinforcement learning may move apart.
+    """Write model (float32 safetensors) and tokenizer.
+
+    Pretraining ties the head to the embeddings. The written model has a head of its own with the same values,
+    which reinforcement learning may move apart.
     """
     untied = Qwen3ForCausalLM(Qwen3Config(**{**model.config.to_dict(), "tie_word_embeddings": False}))
-    untied.load_state_dict(model.state_dict())  # of a tied model it holds lm_head.weight too
+    untied.load_state_dict(model.state_dict())  # that of a tied model holds lm_head.weight too
     untied.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "prompt_template.txt").write_text(MICROWORLD_PROMPT, encoding="utf-8")

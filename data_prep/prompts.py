@@ -1,10 +1,11 @@
 """The words around a question, and the layout of the tag protocol, as data preparation writes them.
 
-`MICROWORLD_PROMPT` is for the tiny base model, which was pretrained on it: the question is all it says.
-`SEARCH_PROMPT` explains the protocol to a real language model. A user's own rows bring their own prompts.
-`BASE_PROMPT` is its short form for a small pretrained model, which learns the rest from demonstrations.
-`NO_SEARCH_PROMPT` and `RAG_PROMPT` are for comparisons: without a search engine, and with passages given.
-None has the words of Search-R1's prompts: a checkpoint that was trained on those needs a file with them.
+- `MICROWORLD_PROMPT` is for the tiny base model, which was pretrained on it. It holds only the question.
+- `SEARCH_PROMPT` explains the protocol to a real language model. A user's own rows bring their own prompts.
+- `BASE_PROMPT` is its short form for a small pretrained model, which learns the rest from demonstrations.
+- `NO_SEARCH_PROMPT` and `RAG_PROMPT` are for comparisons: without a search engine, and with passages given.
+
+None has the words of Search-R1's prompts. A checkpoint that was trained on those needs a file with them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ RAG_PROMPT = NO_SEARCH_PROMPT.replace("below.", _HELP) + "Passages:\n{passages}\
 
 
 def read_template(path: Path) -> str:
-    """A prompt in words of one's own. ValueError for a file that can't be read or has no {question}."""
+    """Read a prompt in your own words from a file.
+
+    Raises ValueError if the file can't be read or has no {question}.
+    """
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +52,7 @@ def read_template(path: Path) -> str:
 
 
 def fill_prompt(template: str, question: str) -> str:
-    """The template with the question in it; ValueError if the template has no place for one."""
+    """Return the template with the question in it. Raises ValueError if the template has no place for one."""
     if "{question}" not in template:
         raise ValueError(
             f"the prompt template {template[:60]!r} has no {{question}} in it: add it where the question goes"
@@ -57,7 +61,7 @@ def fill_prompt(template: str, question: str) -> str:
 
 
 def format_observation(documents: list[tuple[str, str]]) -> str:
-    """What a policy reads after a search: (title line, text) pairs, numbered from 1.
+    """Return what a policy reads after a search: (title line, text) pairs, numbered from 1.
 
     The title line is the first line of a passage's `contents`, with its quotes: '"Amber Harbor"'.
     """
@@ -65,6 +69,9 @@ def format_observation(documents: list[tuple[str, str]]) -> str:
 
 
 def format_passages(documents: list[tuple[str, str]]) -> str:
-    """One line a passage, as in an observation: `Doc 1(Title: "Amber Harbor") A film.`"""
+    """Return one line a passage, as in an observation.
+
+    An example is `Doc 1(Title: "Amber Harbor") A film.`
+    """
     lines = "".join(f"Doc {i}(Title: {title}) {text}\n" for i, (title, text) in enumerate(documents, 1))
     return lines.strip()

@@ -7,13 +7,14 @@
                                -> sft_train.parquet, sft_val.parquet
     test.parquet, with two examples from train.parquet before each prompt -> test_fewshot.parquet
 
-A demonstration shows the form and leaves the rest to reinforcement learning. `--good-queries` of the first
-queries are the whole question or its content words; the others find less. Where the gold passage is not
-among the `--topk`, another kind is asked, a good one first, up to `--max-searches` in all; a question that
-none of them finds is left out. One in ten searches again for nothing. Searches run on the server's BM25,
-and an observation is a rollout's: train with the same `retriever.topk`. With `--tokenizer` one of more than
-`--max-obs-length` tokens is cut as `data.max_obs_length` cuts it; where an answer is lost so, the question
-is left out.
+A demonstration shows the form and leaves the rest to reinforcement learning. A share `--good-queries` of the
+first queries are the whole question or its content words; the others find less. If the gold passage is not
+among the `--topk`, a query of another kind follows, a good one first, up to `--max-searches` in all. A
+question whose passage none of them finds is left out. One demonstration in ten searches again without need.
+
+Searches run on the server's BM25, and an observation is a rollout's: train with the same `retriever.topk`.
+With `--tokenizer`, an observation of more than `--max-obs-length` tokens is cut as `data.max_obs_length` cuts
+it. If an answer is lost by that, the question is left out.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
 from verl.utils.dataset.rl_dataset import read_rows, require_columns
 
-# Kinds of queries. The first passage is the right one for .92, .94, .70 and .57 of XQuAD's questions.
+# Kinds of queries. The first passage found by them is the right one for .92, .94, .70 and .57 of XQuAD's
+# questions.
 GOOD = ("question", "content")
 POOR = ("names", "fragment")
-NEEDLESS = 0.1  # share of demonstrations that search again although the passage is there
+NEEDLESS = 0.1  # share of demonstrations that search again although the passage is found
 STOP_WORDS = """
 a about after all also an and any are as at be been before between by can could did do does during
 each for from had has have he her his how i if in into is it its kind many much name of on one or
@@ -50,8 +52,10 @@ Turn = tuple[str, list[Any]]  # a query, and the documents that it found
 
 
 def make_query(question: str, kind: str, rng: random.Random) -> str:
-    """A question's query of a kind: itself, its content words, its names with the last content word, or two
-    neighbouring content words.
+    """Return a question's query of a kind.
+
+    It is the question itself, its content words, its names with the last content word, or two neighbouring
+    content words.
     """
     stop_words = STOP_WORDS.split()
     words = re.findall(r"[^\s?!.,;:\"()]+(?:[.,:][^\s?!.,;:\"()]+)*", question)
@@ -76,26 +80,29 @@ class Passages:
         self.codec = codec
 
     def search(self, query: str) -> list[Any]:
-        """The fields of the passages found, best first."""
+        """Return the fields of the passages found, best first."""
         return [document.fields for document in self.retriever.batch_search([query], self.topk)[0][0]]
 
     def observation(self, documents: list[Any]) -> str:
-        """The text of an observation, as long as a rollout's."""
+        """Return the text of an observation, as long as a rollout's."""
         text = format_observation(documents)
         if self.codec is None:
             return text
         return self.codec.decode(self.codec.observation_ids(text, INFORMATION_END))
 
     def has_gold(self, row: dict[str, Any], documents: list[Any]) -> bool:
-        """Whether the gold passage is among the documents, and its answer in what is shown of them."""
-        found = any(document["id"] in row["extra_info"]["gold_ids"] for document in documents)
-        return found and (self.codec is None or row["golden_answers"][0] in self.observation(documents))
+        """Return whether the gold passage is among the documents, and its answer in what is shown of them."""
+        is_found = any(document["id"] in row["extra_info"]["gold_ids"] for document in documents)
+        return is_found and (self.codec is None or row["golden_answers"][0] in self.observation(documents))
 
 
 def demonstrate(
     row: dict[str, Any], passages: Passages, max_searches: int, good_queries: float, rng: random.Random
 ) -> list[Turn]:
-    """Searches until one finds the gold passage, perhaps one more; none if `max_searches` don't find it."""
+    """Search until a search finds the gold passage, perhaps once more.
+
+    Returns [] if `max_searches` searches don't find it.
+    """
     question = row["question"]
     done = False
     kinds = [rng.choice(GOOD if rng.random() < good_queries else POOR)]
@@ -103,7 +110,7 @@ def demonstrate(
     turns: list[Turn] = []
     for kind in kinds[:max_searches]:
         query = make_query(question, kind, rng)
-        if query in (asked for asked, _ in turns):
+        if query in (earlier for earlier, _ in turns):
             continue
         turns.append((query, passages.search(query)))
         if done or (passages.has_gold(row, turns[-1][1]) and rng.random() >= NEEDLESS):
@@ -113,7 +120,10 @@ def demonstrate(
 
 
 def as_segments(row: dict[str, Any], turns: list[Turn], passages: Passages) -> list[dict[str, Any]]:
-    """A trajectory in a rollout's pieces: the prompt, and for each turn its text and what came back."""
+    """Return a trajectory in a rollout's pieces.
+
+    The pieces are the prompt, and for each turn its text and the observation that came back.
+    """
     pieces = [(row["prompt"][0]["content"], False)]
     for query, documents in turns:
         pieces += [(f"<search> {query} </search>", True), (passages.observation(documents), False)]
@@ -122,8 +132,10 @@ def as_segments(row: dict[str, Any], turns: list[Turn], passages: Passages) -> l
 
 
 def worked_examples(rows: list[dict[str, Any]], passages: Passages, count: int) -> str:
-    """The `count` shortest right trajectories with the whole question as the query, each of another gold
-    passage, with answers of at most four words; each ends in a blank line.
+    """Return the `count` shortest right trajectories with the whole question as the query.
+
+    Each is about another gold passage, has an answer of at most four words, and ends in a blank line. Raises
+    ValueError if there are fewer.
     """
     shortest: dict[str, str] = {}
     for row in rows:
@@ -139,7 +151,10 @@ def worked_examples(rows: list[dict[str, Any]], passages: Passages, count: int) 
 
 
 def write_rows(given: argparse.Namespace) -> dict[str, int]:
-    """Write the files, as the command's options say; returns the number of rows of each."""
+    """Write the files, as the command's options say; return the number of rows of each.
+
+    Raises ValueError for bad options or missing files.
+    """
     data = given.data
     given.out = out = given.out or data  # the command prints where the files are
     for name in ("topk", "variants", "max_searches", "num_examples", "max_obs_length"):
@@ -164,18 +179,18 @@ def write_rows(given: argparse.Namespace) -> dict[str, int]:
     passages = Passages(data / "corpus.jsonl", given.topk, codec)
     rng = random.Random(f"real demonstrations {given.seed}")
     written = {}
-    for name in ("val", "train"):  # train_sft.sh takes the one written last for a sign that both are there
-        made = []
+    for name in ("val", "train"):  # to train_sft.sh the file written last is the sign that both exist
+        sft_rows = []
         for row in rows[name]:
-            known: list[list[Turn]] = [[]]
+            seen: list[list[Turn]] = [[]]
             for _ in range(given.variants if name == "train" else 1):
                 turns = demonstrate(row, passages, given.max_searches, given.good_queries, rng)
-                if turns not in known:
-                    known.append(turns)
-                    about = {"question": row["question"], "answer": row["golden_answers"][0]}
-                    about["segments"] = as_segments(row, turns, passages)
-                    made.append(about | {"searches": len(turns)})
-        written[f"sft_{name}.parquet"] = files.write_parquet(out / f"sft_{name}.parquet", made)
+                if turns not in seen:
+                    seen.append(turns)
+                    demonstration = {"question": row["question"], "answer": row["golden_answers"][0]}
+                    demonstration["segments"] = as_segments(row, turns, passages)
+                    sft_rows.append(demonstration | {"searches": len(turns)})
+        written[f"sft_{name}.parquet"] = files.write_parquet(out / f"sft_{name}.parquet", sft_rows)
     examples = worked_examples(rows["train"], passages, given.num_examples)
     for row in rows["test"]:
         row["prompt"][0]["content"] = examples + row["prompt"][0]["content"]

@@ -1,8 +1,8 @@
-"""What a microworld can say: its relations, with the sentences and questions for each.
+"""The relations of a microworld: what it can say, with the sentences and questions for each.
 
-A relation leads from a kind of entity to another entity or to a plain value. In articles the cue stands
-before the name ("Its director is X"): a small reader then knows what the name is good for when it reads it.
-`{n}` is the article's own name, `{v}` the value, `{e}` the entity (or the phrase for it) in a question.
+A relation leads from a kind of entity to another entity or to a plain value. In articles the cue comes before
+the name ("Its director is X"), so that a small reader knows what the name is good for when it reads it. `{n}`
+is the article's own name, `{v}` the value, `{e}` the entity (or the phrase for it) in a question.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ class Relation(NamedTuple):
 
 
 def _read(text: str) -> Iterator[Relation]:
-    """name: subject -> value, then a line each of sentences, questions and phrases, - where there is none."""
-    lines = [[part.strip() for part in line.split("|")] for line in text.splitlines()]
+    """Parse relations: a line "name: subject -> value", then a line each of sentences, questions and phrases.
+
+    A line is "-" where there is none.
+    """
+    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     for [head], *words in zip(*(lines[i::4] for i in range(4)), strict=True):
         name, subject, value = re.split(": | -> ", head)
         yield Relation(
-            name, subject, value, *(tuple(part for part in parts if part != "-") for parts in words)
+            name, subject, value, *(tuple(cell for cell in parts if cell != "-") for parts in words)
         )
 
 
@@ -56,7 +59,7 @@ REMARKS = {
 
 
 def chains(hops: int) -> list[tuple[str, ...]]:
-    """All sequences of relation names that fit together; never back over a marriage or the like."""
+    """Return all sequences of relation names that fit together; none goes back over a marriage."""
     sequences: list[tuple[str, ...]] = [(relation.name,) for relation in _ALL]
     for _ in range(hops - 1):
         sequences = [

@@ -1,4 +1,4 @@
-"""Rows with verifiable rewards, as others publish them, as rows of ours.
+"""Rows with verifiable rewards, as others publish them, converted to rows of this project.
 
     python -m data_prep.rlvr --format open-instruct --input data.jsonl --out rows.parquet
     python -m data_prep.rlvr --format prime --input data.parquet --check      gold answers, by their verifiers
@@ -11,8 +11,9 @@
     -> prompt, data_source, reward_model.ground_truth.verifiers [{name, label, weight}],
        extra_info {index, split, info}; labels and info are text, JSON where they are more
 
---check gives the verifiers each row's gold answer: the solution that the row brings, or else its label in the
-form that the verifier reads. Exit status: 0; 1 if an answer is refused; 2 for a mistake of the user.
+--check passes each row's gold answer to its verifiers: the solution that the row brings, or else its label in
+the form that the verifier reads. The exit status is 0; 1 if an answer is refused; 2 for a mistake of the
+user.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from verl.verifiers.base import Sample, VerifierSettings, parsed
 from verl.verifiers.registry import Assigned, Verifiers, assigned_verifiers, check_name
 from verl.verifiers.text import as_labels
 
-FORMATS = {  # where the prompt stands, and the answer of rows that get --verifier
+FORMATS = {  # the columns of the prompt, and those of the answer of rows that get --verifier
     "open-instruct": (("messages",), ()),
     "prime": (("prompt",), ()),
     "verifiers": (("prompt", "question"), ("answer",)),
     "trl": (("prompt",), ("solution", "answer", "ground_truth")),
 }
-_GOLD = {  # how an answer is written for a verifier; not here: a label that is no answer
+_GOLD = {  # how an answer is written for a verifier; verifiers whose label is no answer are left out
     "gsm8k": "The answer is {}",
     "flan": "The answer is: {}",
     **dict.fromkeys(("math", "strict_math"), "\\boxed{{{}}}"),
@@ -74,8 +75,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Writes the rows and checks their gold answers, some thousand at a time. Returns the exit status.
-    ValueError: a bad row, or nothing to do.
+    """Write the rows and check their gold answers, some thousand at a time; return the exit status.
+
+    Raises ValueError for a bad row, or if there is nothing to do.
     """
     if options.out is None and not options.check:
         raise ValueError("found neither --out nor --check; expected --out FILE.parquet, or --check")
@@ -94,26 +96,26 @@ def convert(options: argparse.Namespace) -> int:
             num_rows += len(batch)
             if writer:
                 writer.write_table(pa.Table.from_pylist([row for _, row, _ in batch], _SCHEMA))
-            asked = []
+            requests = []
             for where, row, solution in batch if options.check else ():
-                num_asked = len(asked)
+                num_before = len(requests)
                 query = "\n".join(message["content"] for message in row["prompt"])
-                for each in row["reward_model"]["ground_truth"]["verifiers"]:
-                    name = each["name"]
-                    label = each["label"]
+                for entry in row["reward_model"]["ground_truth"]["verifiers"]:
+                    name = entry["name"]
+                    label = entry["label"]
                     gold = solution
                     if gold is None and name in _GOLD:
                         gold = _GOLD[name].format((as_labels(label) or [label])[0])
                     if gold is not None:
-                        asked.append((where, Sample(gold, label, query), Assigned(name, label)))
-                tally["without answer"] += len(asked) == num_asked
-            results = verifiers.verify([(sample, [assigned]) for _, sample, assigned in asked])
-            for (where, _, assigned), result in zip(asked, results, strict=True):
+                        requests.append((where, Sample(gold, label, query), Assigned(name, label)))
+                tally["without answer"] += len(requests) == num_before
+            results = verifiers.verify([(sample, [assigned]) for _, sample, assigned in requests])
+            for (where, _, assigned), result in zip(requests, results, strict=True):
                 if result.score is None or result.score < 1:
-                    what = "refused" if result.score is not None else "could not be verified"
-                    tally[what] += 1
-                    said = f"{assigned.label[:80]} {result.verdicts[0]['detail']}"
-                    print(f"{where}: {what} by {assigned.name} (score {result.score}): {said}")
+                    outcome = "refused" if result.score is not None else "could not be verified"
+                    tally[outcome] += 1
+                    details = f"{assigned.label[:80]} {result.verdicts[0]['detail']}"
+                    print(f"{where}: {outcome} by {assigned.name} (score {result.score}): {details}")
         if num_rows == 0:
             raise ValueError(f"{options.input}: found no rows")
         if writer:
@@ -121,12 +123,15 @@ def convert(options: argparse.Namespace) -> int:
             partial.replace(options.out)
             print(f"{options.out}: {num_rows:,} rows")
     if options.check:
-        print(f"{num_rows:,} rows: " + ", ".join(f"{count:,} {what}" for what, count in tally.items()))
+        print(f"{num_rows:,} rows: " + ", ".join(f"{count:,} {outcome}" for outcome, count in tally.items()))
     return int(tally["refused"] > 0)
 
 
 def read_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """Place, row of ours and the solution that it brings, of each row of the input. ValueError: a bad one."""
+    """Yield the place, the converted row and the solution that it brings, of each row of the input.
+
+    Raises ValueError for a bad row.
+    """
     check_name(options.verifier)
     for index, (where, record) in enumerate(read_records(options.input)):
         try:
@@ -147,20 +152,24 @@ def read_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _read(record: Any, options: argparse.Namespace) -> tuple[list[Any], str | None, list[Any], Any]:
-    """Messages, solution, verifiers and info of a record."""
+    """Return messages, solution, verifiers and info of a record."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {describe(record)}")
     prompts, answers = FORMATS[options.format]
     prompt = next((record[name] for name in prompts if record.get(name)), None)
-    given = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(given, list) or not all(isinstance(each, dict) and "content" in each for each in given):
+    content = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(content, list) or not all(
+        isinstance(message, dict) and "content" in message for message in content
+    ):
         raise ValueError(f"expected text or messages in {' or '.join(prompts)}, found {describe(prompt)}")
-    messages = [{"role": str(each.get("role", "user")), "content": str(each["content"])} for each in given]
+    messages = [
+        {"role": str(message.get("role", "user")), "content": str(message["content"])} for message in content
+    ]
     if options.format == "open-instruct":
         is_solved = len(messages) > 1 and messages[-1]["role"] == "assistant"
         solution = messages.pop()["content"] if is_solved else None
         spec = {"verifier": record.get("dataset"), "ground_truth": record.get("ground_truth")}
-        entries = [verifier(each.name, each.label) for each in assigned_verifiers(spec)]
+        entries = [verifier(assigned.name, assigned.label) for assigned in assigned_verifiers(spec)]
         if not entries:
             raise ValueError(f"no verifier in 'dataset'; its keys are {sorted(record)}")
         tools = record.get("tools")
@@ -169,14 +178,18 @@ def _read(record: Any, options: argparse.Namespace) -> tuple[list[Any], str | No
         info = {"task_type": record.get("task_type")}
         solution = record.get("gold_standard_solution")
         return messages, solution, [_prime_verifier(record)], info
-    found = [record[each] for each in answers if record.get(each) is not None]
-    if not found:
+    answer_values = [record[column] for column in answers if record.get(column) is not None]
+    if not answer_values:
         raise ValueError(f"no {' or '.join(answers)}; its keys are {sorted(record)}")
-    return messages, None, [verifier(options.verifier, found[0])], parsed(record.get("info"))
+    return messages, None, [verifier(options.verifier, answer_values[0])], parsed(record.get("info"))
 
 
 def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
-    """The verifier of a row of prime's: math, code by asserts or by stdin, or a judge with a reference."""
+    """Return the verifier of a row of prime's.
+
+    It is math, code by asserts or by stdin, or a judge with a reference. Raises ValueError if the row can't
+    be verified.
+    """
     info = parsed(record.get("verification_info"))
     if not isinstance(info, dict):
         raise ValueError(f"expected an object in verification_info, found {describe(info)}")
@@ -188,7 +201,7 @@ def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
         cases = info.get("test_cases") or []
         if "test_case_inputs" in info:
             pairs = zip(info["test_case_inputs"], info["test_case_outputs"], strict=True)
-            calls = [_assert(info["fn_name"], given, wanted) for given, wanted in pairs]
+            calls = [_assert(info["fn_name"], arguments, result) for arguments, result in pairs]
         elif info.get("language", "python") == "python":
             kinds = {case["type"] for case in cases}
             if kinds == {"stdin_stdout"}:
@@ -209,15 +222,17 @@ def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assert(function: str, given: Any, wanted: Any) -> str:
-    """A test of a call. given: the arguments (a list), as they are or as text; wanted: the value, or it in a
-    list of one, as APPS writes it.
+    """Return a test of a call.
+
+    `given` are the arguments (a list), as they are or as text. `wanted` is the value, or a list with the
+    value in it, as APPS writes it.
     """
     values = []
     for value in (given, wanted):
         try:
             values.append(parsed(value))
         except ValueError:
-            values.append(value)  # plain text is an argument itself
+            values.append(value)  # plain text is itself an argument
     arguments = values[0] if isinstance(values[0], list) else [values[0]]
     call = f"{function}({', '.join(map(repr, arguments))})"
     if isinstance(values[1], list) and len(values[1]) == 1:

@@ -7,11 +7,11 @@
                                                    with --num-val val.parquet
     passage files (JSON list or JSON lines of {"title", "text"}) -> more of corpus.jsonl
 
-The same title and text twice is one passage. `--split-by passage` or `article` puts all questions of a
-passage, or of all passages of one title, into one of the files: training reads nothing that a test question
-is about. Questions that are marked unanswerable or have no answer are left out and counted.
-`extra_info.gold_ids` has the id of the passage that a question was asked about, so that retrieval can be
-measured. Malformed input is a ValueError that says which file, where, and what was found.
+If the same title and text come twice, they are one passage. `--split-by passage` or `article` puts all
+questions of a passage, or of all passages of one title, into one of the files. Training then reads nothing
+that a test question is about. Questions that are marked unanswerable or have no answer are left out and
+counted. `extra_info.gold_ids` has the id of the passage that a question was asked about, so that retrieval
+can be measured. Malformed input raises a ValueError that says which file, where, and what was found.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Passages = dict[tuple[str, str], int]  # (title, text) -> id
 
 
 class PassageQuestion(NamedTuple):
-    """A question, and the id of the passage that it was asked about. answers: empty if there is none."""
+    """A question, and the id of the passage that it was asked about; `answers` is empty if there is none."""
 
     question: str
     answers: list[str]
@@ -41,26 +41,36 @@ class PassageQuestion(NamedTuple):
 
 
 def add_passage(passages: Passages, title: str, text: str) -> int:
-    """The id of a passage, new or known. Inner line breaks become spaces: the first line is the title."""
+    """Return the id of a passage, new or known.
+
+    Inner line breaks become spaces, because the first line is the title.
+    """
     return passages.setdefault((" ".join(title.split()), " ".join(text.split())), len(passages))
 
 
 def read_squad(path: Path, passages: Passages) -> list[PassageQuestion]:
-    """The questions of a SQuAD file, whose paragraphs are added; underscores in titles become spaces."""
+    """Read the questions of a SQuAD file and add its paragraphs; underscores in titles become spaces."""
     questions = []
     for a, article in enumerate(files.take(files.read_json(path), "data", list, str(path))):
         where = f"{path}, data[{a}]"
         title = files.take(article, "title", str, where).replace("_", " ")
         for p, paragraph in enumerate(files.take(article, "paragraphs", list, where)):
-            place = f"{where}.paragraphs[{p}]"
-            passage = add_passage(passages, title, files.take(paragraph, "context", str, place))
-            for q, entry in enumerate(files.take(paragraph, "qas", list, place)):
-                spot = f"{place}.qas[{q}]"
-                question = files.take(entry, "question", str, spot)
+            paragraph_place = f"{where}.paragraphs[{p}]"
+            passage = add_passage(passages, title, files.take(paragraph, "context", str, paragraph_place))
+            for q, entry in enumerate(files.take(paragraph, "qas", list, paragraph_place)):
+                question_place = f"{paragraph_place}.qas[{q}]"
+                question = files.take(entry, "question", str, question_place)
                 if not question.strip():
-                    raise ValueError(f"{spot}: the question is empty")
-                listed = files.take(entry, "answers", list, spot) if not entry.get("is_impossible") else []
-                texts = [files.take(a, "text", str, f"{spot}.answers[{k}]") for k, a in enumerate(listed)]
+                    raise ValueError(f"{question_place}: the question is empty")
+                answer_entries = (
+                    files.take(entry, "answers", list, question_place)
+                    if not entry.get("is_impossible")
+                    else []
+                )
+                texts = [
+                    files.take(a, "text", str, f"{question_place}.answers[{k}]")
+                    for k, a in enumerate(answer_entries)
+                ]
                 answers = list(dict.fromkeys(filter(None, map(str.strip, texts))))
                 source_id = str(entry.get("id", ""))
                 questions.append(PassageQuestion(files.tidy_question(question), answers, passage, source_id))
@@ -70,29 +80,32 @@ def read_squad(path: Path, passages: Passages) -> list[PassageQuestion]:
 def split_questions(
     questions: list[PassageQuestion], titles: list[str], test_share: float, num_val: int, split_by: str
 ) -> dict[str, list[PassageQuestion]]:
-    """{"train", "test", "val": their questions}. Groups go, in the order in which the questions name them,
-    to test, then to val, until these have what they should; all others are for training. titles: of the
-    passages. ValueError: nothing is left to train on.
+    """Split the questions into {"train", "test", "val": their questions}.
+
+    Groups go, in the order in which the questions name them, to test, then to val, until these have the
+    number that they should have. All other groups are for training. `titles` are those of the passages.
+
+    Raises ValueError if nothing remains to train on.
     """
     groups: list[Hashable] = list(range(len(questions)))
     if split_by != "question":
         groups = [q.passage if split_by == "passage" else titles[q.passage] for q in questions]
     num_test = min(max(1, round(len(questions) * test_share)), len(questions) - 1)
     side: dict[Hashable, str] = {}
-    left = {"test": num_test, "val": num_val}
+    num_open = {"test": num_test, "val": num_val}
     for group, size in Counter(groups).items():
-        side[group] = next((name for name in left if left[name] > 0), "train")
-        if side[group] in left:
-            left[side[group]] -= size
-    parts: dict[str, list[PassageQuestion]] = {"train": [], "test": [], "val": []}
+        side[group] = next((name for name in num_open if num_open[name] > 0), "train")
+        if side[group] in num_open:
+            num_open[side[group]] -= size
+    sets: dict[str, list[PassageQuestion]] = {"train": [], "test": [], "val": []}
     for question, group in zip(questions, groups, strict=True):
-        parts[side[group]].append(question)
-    if not parts["train"]:
+        sets[side[group]].append(question)
+    if not sets["train"]:
         raise ValueError(
             f"{len(side)} groups of questions (--split-by {split_by}) leave none for training after "
-            f"{len(parts['test'])} for testing and {len(parts['val'])} of --num-val {num_val}: ask for fewer"
+            f"{len(sets['test'])} for testing and {len(sets['val'])} of --num-val {num_val}: ask for fewer"
         )
-    return parts
+    return sets
 
 
 def convert(
@@ -105,43 +118,44 @@ def convert(
     split_by: str = "question",
     num_val: int = 0,
 ) -> dict[str, int]:
-    """Write corpus.jsonl, train.parquet, test.parquet and, with `num_val`, val.parquet into `out`; returns
-    the number of rows of each.
+    """Write corpus.jsonl, train.parquet, test.parquet and, with `num_val`, val.parquet into `out`.
+
+    Returns the number of rows of each. Raises ValueError for bad input.
     """
     if not 0 < test_share < 1:
         raise ValueError(f"--test-share {test_share}: give a share between 0 and 1")
     if num_val < 0:
         raise ValueError(f"--num-val {num_val}: give 0 or more")
-    known: Passages = {}
-    read = [question for path in squad for question in read_squad(path, known)]
+    corpus_ids: Passages = {}
+    read = [question for path in squad for question in read_squad(path, corpus_ids)]
     for path in passages:
         for where, record in files.read_records(path):
             title = files.take(record, "title", str, where)
             text = files.take(record, "text", str, where)
             if not text.strip():
                 raise ValueError(f"{where}: the text is empty (title {title!r})")
-            add_passage(known, title, text)
+            add_passage(corpus_ids, title, text)
     questions = [question for question in read if question.answers]
     if len(questions) < 2:
         raise ValueError(f"{len(questions)} answerable questions found: at least 2 make a train and a test")
     print(f"unanswerable questions left out: {len(read) - len(questions)}")
     random.Random(f"squad {seed}").shuffle(questions)
-    parts = split_questions(questions, [title for title, _ in known], test_share, num_val, split_by)
-    trained = {question.question.lower() for question in parts["train"]}
-    shared = sum(question.question.lower() in trained for question in parts["test"])
+    splits = split_questions(questions, [title for title, _ in corpus_ids], test_share, num_val, split_by)
+    trained = {question.question.lower() for question in splits["train"]}
+    shared = sum(question.question.lower() in trained for question in splits["test"])
     print(f"test questions that are word for word among the training questions: {shared}")
-    corpus = ({"id": str(i), "contents": f'"{title}"\n{text}'} for (title, text), i in known.items())
+    corpus = ({"id": str(i), "contents": f'"{title}"\n{text}'} for (title, text), i in corpus_ids.items())
     counts = {"corpus.jsonl": files.write_jsonl(out / "corpus.jsonl", corpus)}
-    for split, part in parts.items():
+    for split, subset in splits.items():
         rows = []
-        for index, q in enumerate(part):
+        for index, q in enumerate(subset):
             extra = {"gold_ids": [str(q.passage)], "source_id": q.source_id}
             prompt = prompts.fill_prompt(template, q.question)
             rows.append(files.make_row("squad", prompt, q.question, q.answers, split, index, **extra))
         if rows:
             counts[f"{split}.parquet"] = files.write_parquet(out / f"{split}.parquet", rows)
         else:
-            (out / f"{split}.parquet").unlink(missing_ok=True)  # one of an earlier split
+            (out / f"{split}.parquet").unlink(missing_ok=True)  # an earlier split may have left it
     return counts
 
 
@@ -155,15 +169,15 @@ def main() -> int:
     add("--num-val", type=int, default=0, help="questions of training to put into val.parquet (0)")
     add("--split-by", choices=SPLITS, default="question", help="what is never in two of the files (question)")
     add("--seed", type=int, default=0, help="which questions are for testing (0)")
-    what = "'search' explains the tags at length, 'base' in a line (for a small pretrained model; see "
-    what += "data_prep.real_demonstrations), 'short' is what the tiny base model knows"
-    add("--prompt", choices=sorted(PROMPTS), default="search", help=what)
+    help_text = "'search' explains the tags at length, 'base' in a line (for a small pretrained model; see "
+    help_text += "data_prep.real_demonstrations), 'short' is what the tiny base model knows"
+    add("--prompt", choices=sorted(PROMPTS), default="search", help=help_text)
     add("--template", type=Path, help="file with your own prompt, with {question} in it")
 
     def program(options: argparse.Namespace) -> dict[str, int]:
-        own = prompts.read_template(options.template) if options.template else PROMPTS[options.prompt]
-        given = (options.squad, options.passages, options.out, options.test_share, options.seed, own)
-        return convert(*given, options.split_by, options.num_val)
+        template = prompts.read_template(options.template) if options.template else PROMPTS[options.prompt]
+        arguments = (options.squad, options.passages, options.out, options.test_share, options.seed, template)
+        return convert(*arguments, options.split_by, options.num_val)
 
     return files.run_command(parser, program)
 

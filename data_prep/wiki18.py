@@ -1,14 +1,14 @@
-"""Downloads Search-R1's Wikipedia of 2018 (21 million passages) and its ready-made indexes, and unpacks them.
+"""Download Search-R1's Wikipedia of 2018 (21 million passages) and its ready-made indexes, and unpack them.
 
     python -m data_prep.wiki18 --save_path data/wiki18                  corpus and e5 index, as Search-R1 does
-    python -m data_prep.wiki18 --save_path data/wiki18 --what corpus    all that an index of our own needs
+    python -m data_prep.wiki18 --save_path data/wiki18 --what corpus    all that an index of your own needs
 
     corpus   wiki-18.jsonl.gz    5 GB  -> wiki-18.jsonl      14 GB
     e5       part_aa, part_ab   61 GB  -> e5_Flat.index      joined; the second part is on the disk twice
     hnsw     part_aa, part_ab          -> e5_HNSW64.index    the same
     bm25     bm25/*              2 GB  -> bm25/              a Lucene index
 
-Stopped at any point, the same command goes on.
+If it is stopped at any point, the same command continues.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ASSETS = {  # name -> (repository, its files, what they become)
 
 
 def unpack(packed: Path, target: Path) -> None:
-    """Writes the .jsonl inside `packed` to `target`.
+    """Write the .jsonl inside `packed` to `target`.
 
     The published wiki-18.jsonl.gz is a tar archive inside, whatever its name says; a plain one is read too.
-    Raises ValueError for a broken file, or where there is no corpus in it.
+    Raises ValueError if the file is broken, or if there is no corpus in it.
     """
     try:
         with gzip.open(packed, "rb") as stream, target.open("wb") as file:
@@ -52,14 +52,17 @@ def unpack(packed: Path, target: Path) -> None:
                 if source is None:
                     raise ValueError(f"{packed}: the archive in it holds no .jsonl file")
             shutil.copyfileobj(source, file, BLOCK_BYTES)
-            while stream.read(BLOCK_BYTES):  # to the end: there gzip has its checksum
+            while stream.read(BLOCK_BYTES):  # read to the end, where gzip checks the checksum
                 pass
     except (gzip.BadGzipFile, EOFError, zlib.error, tarfile.TarError) as error:
         raise ValueError(f"{packed}: can't be unpacked ({error}); delete it to download it again") from None
 
 
 def fetch(name: str, folder: Path) -> Path:
-    """What an asset becomes, in `folder`. Raises ValueError where something is refused, broken or missing."""
+    """Return the file or folder that an asset becomes, in `folder`.
+
+    Raises ValueError if something is refused, broken or missing.
+    """
     repository, names, target_name = ASSETS[name]
     target = folder / target_name
     if not names:
@@ -68,7 +71,8 @@ def fetch(name: str, folder: Path) -> Path:
     if target.exists():
         return target
     parts_folder = folder / f"{target_name}.parts"
-    # Killed while the parts were joined; the number is the size of the first one, which lies there.
+    # This file exists if a run was killed while it joined the parts. The number in its name is the size of
+    # the first part, which it holds.
     begun = next(folder.glob(f"{target_name}.unfinished.*"), None)
     parts = []
     for path in names if begun is None else names[1:]:
@@ -82,7 +86,8 @@ def fetch(name: str, folder: Path) -> Path:
     else:
         if begun is None:
             size = parts[0].stat().st_size
-            unfinished = parts.pop(0).replace(folder / f"{target_name}.unfinished.{size}")  # not there twice
+            # The first part is moved, so that it is not on the disk twice.
+            unfinished = parts.pop(0).replace(folder / f"{target_name}.unfinished.{size}")
         with unfinished.open("r+b") as joined:
             joined.truncate(int(unfinished.suffix[1:]))
             joined.seek(0, 2)

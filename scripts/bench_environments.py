@@ -4,10 +4,12 @@
 
 A step of an environment takes a lognormal time (mean 0.5 s, sigma 1), drawn by row and turn: the same in both
 loops. Both have an equal engine, which writes 17 tokens a turn and takes 5 ms for a step of its whole batch,
-and run environments by the same executor. The barrier loop generates a turn of all trajectories under way,
-waits for all of their environments, and goes on; it too starts the next rows as others end. Rows: one batch
-(no loop ends before its slowest row), and four times as many. "threads": environments with a plain `step`;
-"async": `step` is a coroutine function.
+and run environments by the same executor.
+
+The barrier loop generates a turn of all trajectories under way, waits for all of their environments, and goes
+on. It also starts the next rows as others end. There are two numbers of rows: one batch (no loop ends before
+its slowest row), and four times as many. "threads" are environments with a plain `step`; in "async" ones,
+`step` is a coroutine function.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "agent")]
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import numpy as np  # noqa: E402
 from scripted_engine import ScriptedEngine, byte_tokenizer, prompts  # noqa: E402
 
@@ -45,7 +47,7 @@ MAX_TOKENS = 64
 
 
 class Waiting(BaseTextEnv):
-    """Ends after as many turns as its row has delays."""
+    """An environment that ends after as many turns as its row has delays."""
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         super().__init__()
@@ -53,8 +55,8 @@ class Waiting(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         time.sleep(self.delays.pop())
-        said = [{"role": "user", "content": "and then?\n"}] if self.delays else []
-        return {"observations": said, "reward": 1.0, "done": not said, "metadata": {}}
+        messages = [{"role": "user", "content": "and then?\n"}] if self.delays else []
+        return {"observations": messages, "reward": 1.0, "done": not messages, "metadata": {}}
 
 
 class AsyncWaiting(Waiting):
@@ -65,7 +67,7 @@ class AsyncWaiting(Waiting):
 
 
 class PacedEngine(ScriptedEngine):
-    """A step takes STEP_SECONDS, however many sessions it serves."""
+    """An engine whose steps take STEP_SECONDS, however many sessions they serve."""
 
     def step(self) -> list[Completion]:
         started = time.perf_counter()
@@ -75,7 +77,7 @@ class PacedEngine(ScriptedEngine):
 
 
 def ours(agent: EnvironmentAgent, rows: list[dict[str, Any]]) -> int:
-    """Returns how many trajectories ended well."""
+    """Run this project's loop; return how many trajectories ended well."""
     batch = prompts(agent.tokenizer, ["Go.\n"] * len(rows))
     batch.non_tensor_batch["episode"] = object_array(rows)
     records = agent.run_llm_loop(batch).non_tensor_batch["trajectory"]
@@ -83,7 +85,7 @@ def ours(agent: EnvironmentAgent, rows: list[dict[str, Any]]) -> int:
 
 
 def barrier(agent: EnvironmentAgent, rows: list[dict[str, Any]]) -> int:
-    """The same with a turn barrier."""
+    """Run the loop with a turn barrier; return how many trajectories ended."""
     engine = agent.engine
     codec = agent.codec
     runner = agent.environments[rows[0]["env_class"]]
@@ -98,7 +100,9 @@ def barrier(agent: EnvironmentAgent, rows: list[dict[str, Any]]) -> int:
             num_started += 1
         texts: dict[int, str] = {}
         while engine.has_runnable:
-            texts |= {each.session_id: codec.decode_turn(each.token_ids) for each in engine.step()}
+            texts |= {
+                completion.session_id: codec.decode_turn(completion.token_ids) for completion in engine.step()
+            }
         steps = runner.step_many([episodes[session] for session in texts], list(texts.values()))
         futures = [step for step in steps if isinstance(step, Future)]
         wait(futures)

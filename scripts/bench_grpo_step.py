@@ -7,17 +7,19 @@
         data.train_batch_size=2 actor_rollout_ref.rollout.n_agent=4 \\
         actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.optim.lr=1e-9
 
-The shipped tiny model learns on a microworld, or --model on the questions and the corpus of --data. Both get
-the same weights, questions in the same order, group and batch sizes, lengths, clipping, learning rate
-(constant), AdamW, reward (exact match) and BM25 server, no KL, and one thread each: here
-`python -m verl.trainer.main_ppo` with --config, there `GRPOTrainer.train` with its tool loop
+The shipped tiny model learns on a microworld, or --model on the questions and the corpus of --data. Both
+sides get the same weights, questions in the same order, group and batch sizes, lengths, clipping, learning
+rate (constant), AdamW, reward (exact match) and BM25 server, no KL, and one thread each. Ours is `python -m
+verl.trainer.main_ppo` with --config. Theirs is `GRPOTrainer.train` with its tool loop
 (scripts/bench/grpo_step_trl.py), in each of the ways of --trl: `float32`, `mixed` (bf16=True, TRL's default:
 weights in fp32, autocast), `bfloat16` (the weights too, which lose small updates) or `vllm` (mixed, vLLM
-generates in the same process). They take turns, `--rounds` times, each in a process of its own, whose CPU
-time is read whenever it has written a step down; the first steps (`--warm-up`) don't count. In TRL a turn
-without an action ends the trajectory (ours answers with a hint), so its trajectories are shorter: the table
-has the CPU time of a context token too. A learning rate of next to nothing keeps both policies as they are,
-and so their trajectories alike. `vllm` needs CUDA (docs/benchmarks.md says what happens on a CPU).
+generates in the same process).
+
+They take turns, `--rounds` times, each in a process of its own, whose CPU time is read whenever it has
+written a step down. The first steps (`--warm-up`) don't count. In TRL a turn without an action ends the
+trajectory (ours answers with a hint), so its trajectories are shorter. Therefore the table has the CPU time
+of a context token too. A learning rate of next to nothing keeps both policies as they are, and so their
+trajectories alike. `vllm` needs CUDA (docs/benchmarks.md says what happens on a CPU).
 
 TRL has an environment of its own: `pip install trl==1.16.0 transformers==5.23.0 torch==2.13.0`.
 """
@@ -40,7 +42,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import pandas as pd  # noqa: E402
 import psutil  # noqa: E402
 
@@ -55,7 +57,8 @@ WAYS = ["float32", "mixed", "bfloat16", "vllm"]
 MORE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 MORE_ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 MORE_ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# search cost, thrift, entropy bonus, schedule of the learning rate, weight decay, validation, checkpoints
+# Settings that turn off search cost, thrift, entropy bonus, schedule of the learning rate, weight decay,
+# validation and checkpoints.
 WITHOUT = """data.shuffle_train_dataloader=false actor_rollout_ref.rollout.temperature=1
     reward_model.search_cost=0 algorithm.thrift=0 actor_rollout_ref.actor.entropy_coeff=0
     algorithm.kl_ctrl.kl_coef=0 actor_rollout_ref.actor.optim.warmup_style=constant
@@ -65,15 +68,15 @@ WITHOUT = """data.shuffle_train_dataloader=false actor_rollout_ref.rollout.tempe
 
 
 def our_settings(options: argparse.Namespace, data: Path) -> list[str]:
-    """--config's settings and the command line's, at TRL's temperature and without what it does not do."""
+    """Return --config's settings and the command line's, at TRL's temperature and without what TRL lacks."""
     settings = [f"@{options.config}", f"actor_rollout_ref.model.path={options.model}", *WITHOUT.split()]
     settings += [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
-    # one more: the last step validates and saves, and is not waited for
+    # There is one more step, because the last one validates and saves, and is not waited for.
     return [*settings, f"trainer.total_training_steps={options.steps + 1}", *options.overrides]
 
 
 def trl_task(config: Config, options: argparse.Namespace, data: Path) -> dict[str, Any]:
-    """What scripts/bench/grpo_step_trl.py is told of the settings of `our_settings`."""
+    """Return what scripts/bench/grpo_step_trl.py is told of the settings of `our_settings`."""
     actor = config.actor_rollout_ref.actor
     lengths = config.data
     rows = [
@@ -99,10 +102,10 @@ def trl_task(config: Config, options: argparse.Namespace, data: Path) -> dict[st
 
 
 def run(command: list[str], records: Path, steps: int) -> tuple[list[float], list[dict[str, float]]]:
-    """(CPU seconds of the process after each step, what it wrote of each step).
+    """Run a command; return the CPU seconds of the process after each step, and what it wrote of each step.
 
     Raises:
-        RuntimeError: the process failed; with the end of its log.
+        RuntimeError: the process failed; the message has the end of its log.
     """
     log = records.with_suffix(".log")
     environment = os.environ | ENVIRONMENT | MORE_ENVIRONMENT
@@ -128,7 +131,10 @@ def run(command: list[str], records: Path, steps: int) -> tuple[list[float], lis
 
 
 def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], warm_up: int, each: int) -> str:
-    """Medians over the rounds (of a token: means), Markdown; `each`: trajectories a step."""
+    """Return medians over the rounds in Markdown; the figures of a token are means.
+
+    `each` is the number of trajectories of a step.
+    """
     lines = ["| contender | CPU s per step | times ours | sampled tokens each | context tokens each "]
     lines[0] += "| CPU ms per context token | times ours |"
     lines.append("|---" * 7 + "|")
@@ -187,21 +193,21 @@ def main() -> int:
                         command += [f"retriever.url={url}", f"trainer.seed={seed}"]
                         command.append(f"trainer.default_local_dir={run_dir}")
                     else:
-                        told = {
+                        round_task = {
                             "url": url,
                             "records": str(records),
                             "seed": seed,
                             "way": contender.split()[1],
                         }
-                        (run_dir / "task.json").write_text(json.dumps(task | told), encoding="utf-8")
+                        (run_dir / "task.json").write_text(json.dumps(task | round_task), encoding="utf-8")
                         program = str(ROOT / "scripts" / "bench" / "grpo_step_trl.py")
                         command = [options.trl_python, program, str(run_dir / "task.json")]
                     runs[contender].append(run(command, records, options.steps))
                     steps = " ".join(f"{second:.1f}" for second in runs[contender][-1][0])
-                    said = f"round {seed + 1}, {contender}: CPU s after each step {steps}"
-                    print(said, file=sys.stderr, flush=True)
-            each = task["prompts_per_step"] * task["group"]
-            print(table(runs, options.warm_up, each))
+                    message = f"round {seed + 1}, {contender}: CPU s after each step {steps}"
+                    print(message, file=sys.stderr, flush=True)
+            num_trajectories = task["prompts_per_step"] * task["group"]
+            print(table(runs, options.warm_up, num_trajectories))
     return 0
 
 

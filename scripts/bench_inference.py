@@ -3,8 +3,9 @@
     python -m verl.inference --model data_prep/base_model --max_num_seqs 64
     python scripts/bench_inference.py http://127.0.0.1:8001 [--model FOLDER] [--tokens 448] [--turns 6]
 
-64 players, each with `turns` / 2 sessions of two turns of `tokens` / 7 to `tokens`; both sides by turns,
-3 times after a warm-up of an eighth; the ratio of medians. model: the one that is served (the shipped one).
+There are 64 players, each with `turns` / 2 sessions of two turns of `tokens` / 7 to `tokens`. Both sides are
+measured by turns, 3 times after a warm-up of an eighth; the ratio is that of medians. The model must be the
+one that is served (by default the shipped one).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import httpx  # noqa: E402
 
 from verl.utils.safetensors_file import read_weights  # noqa: E402
@@ -85,12 +86,12 @@ if __name__ == "__main__":
         for _ in range(PLAYERS)
     ]
     times = []
-    for played in [[[n // 8 for n in each] for each in lengths], *[lengths] * ROUNDS]:
+    for played in [[[n // 8 for n in row] for row in lengths], *[lengths] * ROUNDS]:
         start = time.perf_counter()
         alone(engine, played)
         middle = time.perf_counter()
         asyncio.run(through(url, played))
         times.append((middle - start, time.perf_counter() - middle))
         print("seconds alone {:.1f}, through HTTP {:.1f}".format(*times[-1]), file=sys.stderr)
-    own, served = (sum(map(sum, lengths)) / median(each) for each in zip(*times[1:], strict=True))
+    own, served = (sum(map(sum, lengths)) / median(column) for column in zip(*times[1:], strict=True))
     print(f"engine alone {own:,.0f} tokens/s, through HTTP {served:,.0f}, ratio {served / own:.2f}")

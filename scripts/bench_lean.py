@@ -1,12 +1,13 @@
-"""Whether rollouts ahead of training lean to short trajectories, and what a step takes, by a simulated clock.
+"""Measure by a simulated clock whether rollouts ahead of training lean to short trajectories.
 
     python scripts/bench_lean.py [--ahead 1,2,4,8] [--update 0.25,1] [--sigma 1] [--steps 120] [--seeds 0]
 
-Prints a Markdown table. The run's own `RolloutStream` begins, chooses, drops and asks again; only prompts and
-processes are simulated, so that the numbers are the same on every machine. A group takes a lognormal time
-with a mean of 1, which is its length too, and runs at that speed whatever runs beside it. Half of the
-variance of the logarithm belongs to the prompt, so that a prompt that is asked again tends to be slow again;
-the other half is new with every attempt. A trajectory has four turns of equal length.
+Prints a Markdown table, which also has the time of a step. The run's own `RolloutStream` begins, chooses,
+drops and asks again. Only prompts and processes are simulated, so that the numbers are the same on every
+machine. A group takes a lognormal time with a mean of 1, which is its length too, and runs at that speed
+whatever runs beside it. Half of the variance of the logarithm belongs to the prompt, so that a prompt that is
+asked again tends to be slow again. The other half is new with every attempt. A trajectory has four turns of
+equal length.
 
 "in time" is `too_old=drop`, "masked" is `too_old=mask`, "ready first" is a batch that waits for no group and
 drops what is too old. "lean" is the mean number of tokens that a trajectory is trained on, divided by the
@@ -30,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import torch  # noqa: E402
 
 from verl.config import Config, load_config  # noqa: E402
@@ -39,8 +40,8 @@ from verl.trainer.ppo.stream import PromptGroup, RolloutStream  # noqa: E402
 from verl.workers.rollout_worker import MEMBER  # noqa: E402
 
 NUM_TURNS = 4
-TOKENS = 1000  # of a group of length 1
-PROMPT_SHARE = 0.5  # of the variance of a length's logarithm
+TOKENS = 1000  # tokens of a group of length 1
+PROMPT_SHARE = 0.5  # share of the variance of a length's logarithm that belongs to the prompt
 
 
 class Lengths:
@@ -51,10 +52,10 @@ class Lengths:
         self.sigma = sigma
 
     def of(self, number: int, attempt: int) -> float:
-        """Return the length of a group; it depends on the seed and on the arguments alone."""
-        of_prompt = random.Random(f"{self.seed} prompt {number}").gauss(0.0, 1.0)
-        of_attempt = random.Random(f"{self.seed} attempt {number} {attempt}").gauss(0.0, 1.0)
-        normal = math.sqrt(PROMPT_SHARE) * of_prompt + math.sqrt(1.0 - PROMPT_SHARE) * of_attempt
+        """Return the length of a group; it depends only on the seed and on the arguments."""
+        prompt_draw = random.Random(f"{self.seed} prompt {number}").gauss(0.0, 1.0)
+        attempt_draw = random.Random(f"{self.seed} attempt {number} {attempt}").gauss(0.0, 1.0)
+        normal = math.sqrt(PROMPT_SHARE) * prompt_draw + math.sqrt(1.0 - PROMPT_SHARE) * attempt_draw
         return math.exp(self.sigma * normal - self.sigma**2 / 2)
 
 
@@ -75,7 +76,7 @@ class SimulatedPrompts:
 
 
 class Delivered:
-    """The future of a call that has arrived at once."""
+    """The future of a call that arrives at once."""
 
     def get(self) -> None:
         """Return at once."""
@@ -91,7 +92,7 @@ class SimulatedRow:
 
     @property
     def end(self) -> float:
-        """The time at which it is over."""
+        """Return the time at which the trajectory is over."""
         return self.begun + self.length
 
 
@@ -104,10 +105,10 @@ class SimulatedRollouts:
         self.lengths = lengths
         self.now = 0.0
         self.rows: list[SimulatedRow] = []
-        self.loaded: list[float] = []  # version -> time from which it samples
+        self.loaded: list[float] = []  # version -> time from which the process samples with it
 
     def load_weights(self, weights: Any, version: int) -> Delivered:
-        """Take weights in the midst of turns."""
+        """Take in weights in the midst of turns."""
         assert version == len(self.loaded)
         self.loaded.append(self.now)
         return Delivered()
@@ -120,7 +121,10 @@ class SimulatedRollouts:
         return Delivered()
 
     def poll(self, seconds: float) -> list[DataProto]:
-        """Return what is over; where nothing is, the clock goes on until something is."""
+        """Return the trajectories that are over.
+
+        If there are none, the clock goes on until there is one.
+        """
         self.now = max(self.now, min(row.end for row in self.rows))
         ended = [row for row in self.rows if row.end <= self.now]
         self.rows = [row for row in self.rows if row.end > self.now]
@@ -171,7 +175,7 @@ class Outcome:
     lean: float
     metric: float
     dropped: float
-    seconds: float  # of a step
+    seconds: float  # time of a step
 
 
 def settings_of(ahead: int, groups: int, too_old: str) -> Config:
@@ -186,10 +190,19 @@ def settings_of(ahead: int, groups: int, too_old: str) -> Config:
 def simulate(
     kind: str, ahead: int, update: float, steps: int, groups: int = 16, sigma: float = 1.0, seed: int = 0
 ) -> Outcome:
-    """Run the stream and return its figures, without the first third of its steps, in which the queue fills,
-    and the last `ahead` + 1 steps, for which no more is begun.
+    """Run the stream and return its figures.
 
-    update: the time that a step takes beside its wait for groups. groups: of a step.
+    The first third of the steps, in which the queue fills, is left out, and so are the last `ahead` + 1
+    steps, for which no more groups are begun.
+
+    Args:
+        kind: one of KINDS.
+        ahead: trainer.async_training.max_staleness.
+        update: the time that a step takes beside its wait for groups.
+        steps: steps of the run.
+        groups: groups of a step.
+        sigma: standard deviation of a length's logarithm.
+        seed: seed of the lengths.
     """
     stream_class, too_old = KINDS[kind]
     lengths = Lengths(seed, sigma)

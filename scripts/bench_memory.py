@@ -3,10 +3,12 @@
     python scripts/bench_memory.py [--models 100m 350m-bf16 ..] [--processes 1 2] [--settings "key=value .."]
 
 A random model of each size is written to a folder (once). Worker processes load it, sample, compute log-probs
-and values and update it, twice, as the trainer has them do; every trajectory is about as long as it may be,
-which is what the plan assumes. A phase's figure is the most that was resident in it, by the kernel's own mark
-(VmHWM, begun anew for each phase), of all processes together. Prints Markdown: GiB, and in brackets the plan
-as a share of it; then what of the most was no file's pages (RssAnon + RssShmem, read each 5 ms).
+and values and update it, twice, as they do for the trainer. Every trajectory is about as long as it may be,
+which is what the plan assumes.
+
+A phase's figure is the most memory that was resident in it, by the kernel's own mark (VmHWM, reset for each
+phase), of all processes together. The table is Markdown, in GiB. In brackets is the plan as a share of the
+figure. Behind it is the most that belonged to no file (RssAnon + RssShmem, read each 5 ms).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
@@ -38,7 +40,7 @@ from verl.workers.engine.loading import DTYPES, load_hf_config
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
-MODELS = {  # the fields above, and whether the output matrix is the embedding's
+MODELS = {  # class of the config, the fields above, and whether the output matrix is the embedding's
     "100m": (Qwen2Config, 512, 1792, 20, 8, 2, 65_536, True),
     "200m": (Qwen3Config, 768, 2304, 14, 12, 4, 151_936, True),
     "350m": (Qwen2Config, 1024, 3584, 21, 16, 4, 32_000, False),
@@ -47,7 +49,14 @@ MODELS = {  # the fields above, and whether the output matrix is the embedding's
 
 @dataclass(frozen=True)
 class Work:
-    """Of each process: trajectories of a step, tokens of a prompt, of the longest trajectory, of a pass."""
+    """The work of each process.
+
+    Attributes:
+        rows: trajectories of a step.
+        prompt: tokens of a prompt.
+        longest: tokens of the longest trajectory.
+        in_a_pass: tokens of a pass.
+    """
 
     rows: int = 4
     prompt: int = 32
@@ -55,15 +64,17 @@ class Work:
     in_a_pass: int = 512
 
     def settings(self, folder: Path, num_processes: int, more: Sequence[str] = ()) -> list[str]:
-        """A step of one mini-batch, in several passes."""
+        """Return the settings of a step of one mini-batch, in several passes."""
         rows = self.rows * num_processes
-        parts = ("rollout.log_prob", "ref.log_prob", "actor.ppo")
-        blocks = [*(f"actor_rollout_ref.{part}" for part in parts), "critic.ppo"]
-        dynamic = [part.replace(".log_prob", ".log_prob_").replace(".ppo", ".") for part in blocks]
+        block_paths = ("rollout.log_prob", "ref.log_prob", "actor.ppo")
+        blocks = [*(f"actor_rollout_ref.{block_path}" for block_path in block_paths), "critic.ppo"]
+        dynamic = [
+            block_path.replace(".log_prob", ".log_prob_").replace(".ppo", ".") for block_path in blocks
+        ]
         return [
             *(f"{block}.model.path={folder}" for block in ("actor_rollout_ref", "critic")),
-            *(f"{part}_max_token_len_per_gpu={self.in_a_pass}" for part in blocks),
-            *(f"{part}use_dynamic_bsz=true" for part in dynamic),
+            *(f"{block_path}_max_token_len_per_gpu={self.in_a_pass}" for block_path in blocks),
+            *(f"{block_path}use_dynamic_bsz=true" for block_path in dynamic),
             *(f"data.{name}_batch_size={rows}" for name in ("train", "val")),
             f"actor_rollout_ref.actor.ppo_mini_batch_size={rows}",
             f"critic.ppo_mini_batch_size={rows}",
@@ -77,7 +88,7 @@ class Work:
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """A random model of a size, or with "-bf16" behind it one in 16 bits, and a tokenizer of a few words."""
+    """Write a random model of a size, with "-bf16" in 16 bits, and a tokenizer of a few words."""
     if not (folder / "tokenizer.json").is_file():
         size, _, dtype = name.partition("-")
         make, *sizes, tied = MODELS[size]
@@ -95,8 +106,10 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 class LongestAgent:
-    """Samples the longest trajectories that may be, some one or two tokens shorter: those of equal lengths
-    are attended together, which is rare.
+    """An agent that samples the longest trajectories that are allowed.
+
+    Some are one or two tokens shorter. Trajectories of equal lengths would be attended together, which is
+    rare in practice.
     """
 
     def __init__(self, work: Work, tokenizer: Any, engine: RolloutEngine) -> None:
@@ -111,17 +124,19 @@ class LongestAgent:
         contexts = list(prompts.non_tensor_batch["raw_prompt_ids"])
         rows = {}
         for row, ids in enumerate(contexts):
-            asked = SamplingParams(work.longest - work.prompt - row % 3, seed=row, ignore_eos=True)
-            rows[self.engine.open(ids, asked)] = row
+            params = SamplingParams(work.longest - work.prompt - row % 3, seed=row, ignore_eos=True)
+            rows[self.engine.open(ids, params)] = row
         while self.engine.has_runnable:
             for ended in self.engine.step():
                 self.engine.close(ended.session_id)
                 contexts[rows[ended.session_id]] = [*contexts[rows[ended.session_id]], *ended.token_ids]
-        missing = [work.longest - len(ids) for ids in contexts]
-        attention = torch.tensor([[1] * (work.longest - n) + [0] * n for n in missing])
+        num_padding = [work.longest - len(ids) for ids in contexts]
+        attention = torch.tensor([[1] * (work.longest - n) + [0] * n for n in num_padding])
         return DataProto.from_dict(
             {
-                "input_ids": torch.tensor([ids + [0] * n for ids, n in zip(contexts, missing, strict=True)]),
+                "input_ids": torch.tensor(
+                    [ids + [0] * n for ids, n in zip(contexts, num_padding, strict=True)]
+                ),
                 "attention_mask": attention,
                 "position_ids": attention.cumsum(1) - 1,
                 "response_mask": attention[:, work.prompt :],
@@ -130,7 +145,7 @@ class LongestAgent:
 
 
 def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(phase, what happens in it): loading, and two steps of training."""
+    """Yield each phase and what happens in it: loading, and two steps of training."""
     from verl.trainer.main_ppo import worker_classes
 
     config = load_config(list(settings))
@@ -152,10 +167,10 @@ def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[
     def generate() -> None:
         nonlocal batch
         prompts = torch.randint(5, vocabulary, (work.rows, work.prompt), generator=generator).tolist()
-        asked = DataProto.from_dict({"sampling_seeds": torch.arange(work.rows)})
-        asked.non_tensor_batch["raw_prompt_ids"] = object_array(prompts)
+        requests = DataProto.from_dict({"sampling_seeds": torch.arange(work.rows)})
+        requests.non_tensor_batch["raw_prompt_ids"] = object_array(prompts)
         actor.sync_weights()
-        batch = actor.generate_sequences(asked)
+        batch = actor.generate_sequences(requests)
         for name in ("advantages", "returns"):
             batch.batch[name] = torch.randn(batch.batch["response_mask"].shape, generator=generator)
         batch.meta_info = {"num_mini_batches": 1}
@@ -173,7 +188,7 @@ def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[
 
 
 def process(connection: Connection, work: Work, settings: Sequence[str], variables: dict[str, str]) -> None:
-    """Does a pass each time that it is told to, and names the next one."""
+    """Send the name of the next pass, and do the pass when the connection says so."""
     os.environ.update(variables)
     torch.set_num_threads(1)
     for phase, run in passes_of(work, settings, int(variables["RANK"])):
@@ -183,50 +198,56 @@ def process(connection: Connection, work: Work, settings: Sequence[str], variabl
     connection.send("")
 
 
-# --------------------------------------------------------------------------------------------- what is taken
+# -------------------------------------------------------------------------------------------- the measurement
 
 
 def held(pids: Sequence[int], *fields: str) -> int:
-    """Bytes in these fields of what the kernel says of the processes, in all."""
+    """Return the bytes in these fields of the kernel's status of the processes, added up."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in fields)
 
 
 def measured(work: Work, settings: Sequence[str], num_processes: int) -> dict[str, tuple[int, int]]:
-    """phase -> most bytes that were resident in it, and of these anonymous or shared, of all processes; ""
-    -> what they held before. EOFError: one of them has failed.
+    """Measure the memory of each phase over all processes.
+
+    Returns:
+        phase -> most bytes that were resident in it, and most bytes that were anonymous or shared. "" has
+        what the processes held before.
+
+    Raises:
+        EOFError: one of them has failed.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     connections = []
     pids = list[int]()
     for rank in range(num_processes):
-        ours, theirs = context.Pipe()
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        variables = {name: str(value) for name, value in place.items()}
-        worker = context.Process(target=process, args=(theirs, work, settings, variables), daemon=True)
+        parent_end, child_end = context.Pipe()
+        group_variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes}
+        group_variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        variables = {name: str(value) for name, value in group_variables.items()}
+        worker = context.Process(target=process, args=(child_end, work, settings, variables), daemon=True)
         worker.start()
-        theirs.close()
-        connections.append(ours)
+        child_end.close()
+        connections.append(parent_end)
         pids.append(int(worker.pid or 0))
     phase = [connection.recv() for connection in connections][0]
-    taken = {"": (held(pids, "VmRSS"), held(pids, "RssAnon"))}
+    most_bytes = {"": (held(pids, "VmRSS"), held(pids, "RssAnon"))}
     while phase:
         for pid, connection in zip(pids, connections, strict=True):
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the mark begins anew
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the kernel's mark
             connection.send("")
-        own = 0
+        most_anonymous = 0
         while not all(connection.poll(0.005) for connection in connections):
-            own = max(own, held(pids, "RssAnon", "RssShmem"))
-        before = taken.get(phase, (0, 0))
-        taken[phase] = max(before[0], held(pids, "VmHWM")), max(before[1], own)
+            most_anonymous = max(most_anonymous, held(pids, "RssAnon", "RssShmem"))
+        before = most_bytes.get(phase, (0, 0))
+        most_bytes[phase] = max(before[0], held(pids, "VmHWM")), max(before[1], most_anonymous)
         phase = [connection.recv() for connection in connections][0]
-    return taken
+    return most_bytes
 
 
 def planned(settings: Sequence[str]) -> dict[str, int]:
-    """phase -> bytes, by the plan."""
+    """Return the bytes of each phase by the plan."""
     config = load_config(list(settings))
     plan = Plan(config, Hardware.of(config))
     return {phase: plan.loads[0].total(phase) for phase in plan.phases}
@@ -248,15 +269,15 @@ def main() -> None:
             for more in options.settings:
                 settings = work.settings(folder, num_processes, more.split())
                 plan = planned(settings)
-                taken = measured(work, settings, num_processes)
+                bytes_of = measured(work, settings, num_processes)
                 cells = [
-                    f"{taken[p][0] / GIB:.2f} ({plan[p] / taken[p][0]:.3f}); {taken[p][1] / GIB:.2f}"
-                    if p in taken and p in plan
+                    f"{bytes_of[p][0] / GIB:.2f} ({plan[p] / bytes_of[p][0]:.3f}); {bytes_of[p][1] / GIB:.2f}"
+                    if p in bytes_of and p in plan
                     else ""
                     for p in phases
                 ]
-                what = f"{name}, {num_processes} x {more}, {taken[''][0] / GIB:.2f} before"
-                print(f"| {what} | {' | '.join(cells)} |", flush=True)
+                label = f"{name}, {num_processes} x {more}, {bytes_of[''][0] / GIB:.2f} before"
+                print(f"| {label} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
     python scripts/bench_model_step.py MODEL_FOLDER [--dtypes bf16 fp32] [--rounds 3]      Markdown
 
-One process; on CPU one thread and CPU seconds, with --device cuda wall seconds; all parts by turns in each
-round, medians. The trajectories: groups of 8
-that begin with one prompt of 80 tokens; two turns of 30 sampled tokens, 350 tokens of observation between
-them. Half of a group says the same in the first turn and gets the same observation; the others share the
-prompt alone. "share" is the operations that are needed (shared beginnings once, scores within windows, logits
-of sampled tokens; three times as many in an update) by seconds, by the rate of products of this
-model's shapes in the same type and round: the best of torch's and the packed ones.
+The script runs in one process: on CPU with one thread and CPU seconds, with --device cuda in wall seconds.
+All parts are measured by turns in each round; the table has medians.
+
+The trajectories are groups of 8 that begin with one prompt of 80 tokens, and have two turns of 30 sampled
+tokens, with 350 tokens of observation between them. Half of a group says the same in the first turn and gets
+the same observation. The others share only the prompt.
+
+"share" compares the operations that are needed with those that products could do in the same time. The needed
+ones have shared beginnings once, scores within windows, logits of sampled tokens; an update needs three times
+as many. The rate is that of products of this model's shapes in the same type and round: the best of torch's
+and the packed ones.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import torch
 import torch.nn.functional as F
 
@@ -43,12 +47,13 @@ GROUP = 8
 PROMPT = 80
 SAMPLED = 30
 OBSERVED = 350
-ROWS = {"cpu": 2048, "cuda": 16384}  # of the products
+ROWS = {"cpu": 2048, "cuda": 16384}  # rows of the products
 
 
 class Contender:
-    """The model in one type, its trainer and its rollout engine. figures: part -> one of each round.
-    settings: more of the configuration.
+    """The model in one type, with its trainer and its rollout engine.
+
+    `figures` maps a part to its figure in each round. `settings` are further keys of the configuration.
     """
 
     def __init__(
@@ -72,20 +77,20 @@ class Contender:
         self.figures: dict[str, list[float]] = defaultdict(list)
 
     def now(self) -> float:
-        """CPU seconds of the process, or on CUDA seconds, when all that was asked for is done."""
+        """Return CPU seconds of the process, or on CUDA wall seconds when the GPU has done all its work."""
         if self.device.type == "cpu":
             return time.process_time()
         torch.cuda.synchronize()
         return time.perf_counter()
 
     def products(self) -> float:
-        """Operations per second of the layers' matrices with ROWS rows."""
+        """Return the operations per second of products with the layers' matrices and ROWS rows."""
         shapes = [s for name, s in self.spec.layer_shapes().items() if name.endswith("proj.weight")]
-        made = {"dtype": self.dtype, "device": self.device}
+        options = {"dtype": self.dtype, "device": self.device}
         rows = ROWS[self.device.type]
-        pairs = [(torch.randn(rows, s[1]).to(**made), torch.randn(s).to(**made)) for s in shapes]
-        can = self.device.type == "cpu" and can_pack(self.dtype)
-        packed = [Product(weight, None) for _, weight in pairs] if can else []
+        pairs = [(torch.randn(rows, s[1]).to(**options), torch.randn(s).to(**options)) for s in shapes]
+        is_packable = self.device.type == "cpu" and can_pack(self.dtype)
+        packed = [Product(weight, None) for _, weight in pairs] if is_packable else []
         rates = []
         with torch.inference_mode():
             for round_ in range(8):
@@ -96,23 +101,29 @@ class Contender:
         return max(rates)
 
     def needed(self, batch: DataProto) -> float:
-        """Operations of a forward pass over the distinct tokens; the last layer's over those that predict."""
+        """Return the operations of a forward pass over the distinct tokens.
+
+        Of the last layer only the tokens that predict another one count.
+        """
         spec = self.spec
         rows = batch.tensors["input_ids"]
         layer = 2 * sum(s[0] * s[1] for s in spec.layer_shapes().values() if len(s) == 2)
         keys = 4 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
         total = 0.0
         for row, shared in prefix_order([ids.numpy() for ids in rows]):
-            own = torch.arange(shared, rows.shape[1])
+            columns = torch.arange(shared, rows.shape[1])
             sampled = int(batch.tensors["response_mask"][row, max(0, shared - PROMPT) :].sum())
-            seen = [float((own + 1).clamp(max=window or 2**40).sum()) for window in spec.windows[:-1]]
+            seen = [float((columns + 1).clamp(max=window or 2**40).sum()) for window in spec.windows[:-1]]
             total += 4 * spec.num_heads * spec.head_dim * sum(seen)
-            total += len(own) * (layer * (spec.num_layers - 1) + keys)
+            total += len(columns) * (layer * (spec.num_layers - 1) + keys)
             total += sampled * (layer - keys + 2 * spec.hidden_size * spec.vocab_size)
         return total
 
     def trajectories(self, seed: int, num_rows: int) -> DataProto:
-        """Rollouts; a step that computes more new tokens than there are sessions is prefill, else decode."""
+        """Sample trajectories and time prefill and decode.
+
+        A step that computes more new tokens than there are sessions is prefill, else decode.
+        """
         generator = torch.Generator().manual_seed(seed)
         engine = self.rollout
         width = PROMPT + 2 * SAMPLED
@@ -128,26 +139,26 @@ class Contender:
         for turn, (begin, end) in enumerate(((0, PROMPT), (PROMPT + SAMPLED, width + OBSERVED - SAMPLED))):
             for row in range(num_rows):
                 temperature = 0.0 if turn == 0 and alike[row] else 1.0
-                asked = SamplingParams(SAMPLED, temperature, seed=1000 * seed + row, ignore_eos=True)
+                params = SamplingParams(SAMPLED, temperature, seed=1000 * seed + row, ignore_eos=True)
                 if turn == 0:
-                    sessions[engine.open(rows[row, begin:end].tolist(), asked)] = row
+                    sessions[engine.open(rows[row, begin:end].tolist(), params)] = row
                 else:
-                    engine.resume(list(sessions)[row], rows[row, begin:end].tolist(), asked)
+                    engine.resume(list(sessions)[row], rows[row, begin:end].tolist(), params)
             while engine.has_runnable:
                 start = self.now()
                 before = engine.stats()["prefilled_tokens"]
                 completions = engine.step()
                 is_prefill = engine.stats()["prefilled_tokens"] - before > num_rows
                 seconds[f"rollout: {'prefill' if is_prefill else 'decode'}"] += self.now() - start
-                for ended in completions:
-                    cells = sessions[ended.session_id], slice(end, end + SAMPLED)
-                    rows[cells] = torch.tensor(ended.token_ids)
-                    log_probs[cells] = torch.tensor(ended.log_probs)
+                for completion in completions:
+                    cells = sessions[completion.session_id], slice(end, end + SAMPLED)
+                    rows[cells] = torch.tensor(completion.token_ids)
+                    log_probs[cells] = torch.tensor(completion.log_probs)
             mask[:, end : end + SAMPLED] = 1
         for session in sessions:
             engine.close(session)
-        for part, value in seconds.items():
-            self.figures[part].append(value)
+        for phase, value in seconds.items():
+            self.figures[phase].append(value)
         columns = {
             "input_ids": rows,
             "attention_mask": torch.ones_like(rows),
@@ -197,7 +208,7 @@ def main() -> None:
     contenders = {name: Contender(options.model, name, options.device) for name in options.dtypes}
     for round_ in range(options.rounds + 1):
         for contender in contenders.values():
-            if round_ == 1:  # the first one warmed up
+            if round_ == 1:  # round 0 was the warm-up
                 contender.figures.clear()
             contender.round(round_, options.trajectories if round_ else GROUP)
     print(f"| {' | '.join(['', *contenders])} |\n|{'---|' * (len(contenders) + 1)}")

@@ -1,16 +1,18 @@
-"""Compares this project's BM25 server with one that works as Search-R1's does: prints a Markdown table.
+"""Compare this project's BM25 server with one that works as Search-R1's does; print a Markdown table.
 
     python scripts/bench_retrieval.py --work_folder /tmp/bench --num_passages 200000 1000000
 
     made-up corpus and its two indexes (kept in the work folder)
         -> both servers up -> for each load, in each round: theirs, then ours -> medians
 
-Theirs (scripts/bench/searchr1_like_server.py) runs with the Python of an environment of its own; without it
+Theirs (scripts/bench/searchr1_like_server.py) runs with the Python of an environment of its own. Without it
 this script ends with the commands that install it. Both search the same corpus: word number r comes up about
-as often as 1 / r (Zipf, 10 million words); the first 33 are the words that English analysis drops, all others
-are made up of syllables; a larger corpus begins with the smaller one. Every query is a new one, so no cache
-helps either side. "Queries per CPU s" divides by CPU seconds of the server alone: the clients run on the same
-cores and disturb the wall clock. OMP_NUM_THREADS is 1 for both.
+as often as 1 / r (Zipf, 10 million words). The first 33 are the words that English analysis drops, all others
+are made up of syllables. A larger corpus begins with the smaller one.
+
+Every query is a new one, so no cache helps either side. "Queries per CPU s" divides by CPU seconds of the
+server alone, because the clients run on the same cores and disturb the wall clock. OMP_NUM_THREADS is 1 for
+both.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import numpy as np  # noqa: E402
 
 from scripts.bench.load import run_load  # noqa: E402
@@ -53,8 +55,7 @@ HEAD = (
 )
 BLOCK_PASSAGES = 10_000
 NUM_WORDS = 10_000_000
-# words of a passage
-MIN_LENGTH = 80
+MIN_LENGTH = 80  # words of a passage
 MAX_LENGTH = 120
 FREQUENT_WORD_TEXT = """
 the of and to in a is for it as was with that be on by at are this an not or but they will if such their there
@@ -66,30 +67,33 @@ SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrtvwxyz" for vowel
 
 @lru_cache(maxsize=1_000_000)
 def word(rank: int) -> str:
-    """A word by its number, counted from 0."""
+    """Return a word by its number, counted from 0."""
     if rank < len(FREQUENT_WORDS):
         return FREQUENT_WORDS[rank]
     text = ""
     while not text or rank:
-        rank, place = divmod(rank, 100)
-        text += SYLLABLES[place]
+        rank, index = divmod(rank, 100)
+        text += SYLLABLES[index]
     return text
 
 
 def draw(rng: np.random.Generator, count: int) -> np.ndarray:
-    """`count` word numbers, Zipf with exponent 1, counted from 0."""
+    """Draw `count` word numbers, Zipf with exponent 1, counted from 0."""
     return np.exp(rng.random(count) * np.log(NUM_WORDS)).astype(np.int64) - 1
 
 
 def block(number: int) -> list[np.ndarray]:
-    """The passages of a block, as word numbers."""
+    """Return the passages of a block, as word numbers."""
     rng = np.random.default_rng([0, number])
     bounds = np.cumsum(rng.integers(MIN_LENGTH, MAX_LENGTH + 1, BLOCK_PASSAGES))
     return np.split(draw(rng, int(bounds[-1])), bounds[:-1])
 
 
 def write_corpus(path: Path, num_passages: int) -> None:
-    """Writes the corpus to `path` in one move: a file of that name is whole. 620 bytes a passage."""
+    """Write the corpus to `path` in one move, so that a file of that name is complete.
+
+    A passage has 620 bytes.
+    """
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="ascii") as file:
         for start in range(0, num_passages, BLOCK_PASSAGES):
@@ -102,7 +106,7 @@ def write_corpus(path: Path, num_passages: int) -> None:
 
 
 def make_queries(num: int) -> list[str]:
-    """`num` questions about the corpus, each about another passage, from the first on.
+    """Return `num` questions about the corpus, each about another passage, from the first on.
 
     A question has 3 to 6 words of its passage and 1 to 4 words from anywhere, frequent ones as in the text.
     """
@@ -111,8 +115,8 @@ def make_queries(num: int) -> list[str]:
     for start in range(0, num, BLOCK_PASSAGES):
         passages = block(start // BLOCK_PASSAGES)
         for row in rng.permutation(BLOCK_PASSAGES)[: num - start]:
-            own = rng.choice(passages[row], rng.integers(3, 7), replace=False)
-            chosen = rng.permutation(np.concatenate([own, draw(rng, int(rng.integers(1, 5)))]))
+            passage_words = rng.choice(passages[row], rng.integers(3, 7), replace=False)
+            chosen = rng.permutation(np.concatenate([passage_words, draw(rng, int(rng.integers(1, 5)))]))
             queries.append(" ".join(word(rank) for rank in chosen.tolist()))
     return queries
 
@@ -126,7 +130,7 @@ def run_command(command: list[str], log_path: Path) -> None:
 
 
 def make_files(work: Path, num_passages: int, comparison_python: Path) -> dict[str, Path]:
-    """Corpus, questions and both indexes; what is there already is used again."""
+    """Make corpus, questions and both indexes; those that exist already are used again."""
     files = {
         "corpus": work / f"corpus_{num_passages}.jsonl",
         "queries": work / f"queries_{num_passages}.txt",
@@ -137,7 +141,7 @@ def make_files(work: Path, num_passages: int, comparison_python: Path) -> dict[s
         write_corpus(files["corpus"], num_passages)
     if not files["queries"].is_file():
         files["queries"].write_text("\n".join(make_queries(min(NUM_QUERIES, num_passages))))
-    if not files["lucene"].is_dir():  # as Search-R1 builds it: one thread, documents not stored
+    if not files["lucene"].is_dir():  # it is built as Search-R1 does: one thread, documents not stored
         source = work / f"lucene_input_{num_passages}"
         partial = work / f"lucene_{num_passages}.building"
         shutil.rmtree(partial, ignore_errors=True)
@@ -165,44 +169,52 @@ def server_commands(files: dict[str, Path], work: Path, comparison_python: Path)
 def compare(
     servers: dict[str, tuple[int, int]], queries: Path, process: Executor, options: argparse.Namespace
 ) -> dict[tuple[int, int], dict[str, list[dict[str, float]]]]:
-    """(clients, queries per request) -> server -> what run_load gives, a round each.
+    """Return (clients, queries per request) -> server -> what run_load returns, once for each round.
 
-    servers: name -> (port, process id). Both get the same queries, and never one that was asked before.
-    process: of the clients, one and not this one.
+    Args:
+        servers: name -> (port, process id). Both get the same queries, and never one that was asked before.
+        queries: file of the queries.
+        process: an executor with one process, other than this one, for the clients.
+        options: the command's options.
     """
-    asked = 0
+    num_asked = 0
 
     def in_turns(clients: int, each: int, seconds: float) -> dict[str, dict[str, float]]:
-        nonlocal asked
+        nonlocal num_asked
         results = {}
         for name, server in servers.items():
-            load = (server, clients, each, options.topk, queries, asked, seconds)
+            load = (server, clients, each, options.topk, queries, num_asked, seconds)
             results[name] = process.submit(run_load, *load).result()
-        asked += int(max(result["queries"] for result in results.values()))
+        num_asked += int(max(result["queries"] for result in results.values()))
         return results
 
     in_turns(max(options.clients), 1, WARM_UP_SECONDS)
-    loads = [(clients, each) for each in options.queries_per_request for clients in options.clients]
+    loads = [
+        (clients, num_queries) for num_queries in options.queries_per_request for clients in options.clients
+    ]
     results: dict[tuple[int, int], dict[str, list[dict[str, float]]]] = {
         load: {name: [] for name in servers} for load in loads
     }
     for number in range(options.rounds):
-        for clients, each in loads:
-            for name, result in in_turns(clients, each, options.seconds).items():
-                results[clients, each][name].append(result)
-                print(f"round {number + 1}, {clients} x {each}, {name}: {result}", file=sys.stderr)
+        for clients, num_queries in loads:
+            for name, result in in_turns(clients, num_queries, options.seconds).items():
+                results[clients, num_queries][name].append(result)
+                print(f"round {number + 1}, {clients} x {num_queries}, {name}: {result}", file=sys.stderr)
     return results
 
 
 def table(results: dict[tuple[int, int], dict[str, list[dict[str, float]]]]) -> str:
-    """Medians over the rounds, Markdown; behind our figures their ratio to the other server's."""
+    """Return medians over the rounds in Markdown.
+
+    Our figures are followed by their ratio to the other server's.
+    """
     lines = [HEAD]
-    for (clients, each), rounds in results.items():
+    for (clients, num_queries), rounds in results.items():
         for name in rounds:
-            cells = [str(clients), str(each), name]
+            cells = [str(clients), str(num_queries), name]
             for field in ("queries_per_s", "queries_per_cpu_s", "p50_ms", "p99_ms", "rss_mb"):
-                value, other = (median(run[field] for run in rounds[n]) for n in (name, THEIRS))
-                ratio = f" ({value / other:.2g}x)" if name == OURS else ""
+                value, their_value = (median(run[field] for run in rounds[n]) for n in (name, THEIRS))
+                ratio = f" ({value / their_value:.2g}x)" if name == OURS else ""
                 cells.append(f"{value:.{1 if value < 100 else 0}f}{ratio}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -241,5 +253,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are stopped
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # exiting stops the servers
     sys.exit(main())

@@ -2,10 +2,11 @@
 
     python scripts/bench_vllm_step.py [--sessions 256] [--vocabulary 1024] [--steps 60] [--rounds 5]
 
-Both drive the same vLLM in one process, by turns; prints Markdown. vLLM's own way: a seed for each request,
-which is a generator for each row, one log-prob, and its `LLMEngine.step`. The model is tiny, and its passes
-are taken out of the time (CPU seconds of the thread). What is left is scheduling, preparing, drawing and
-reading results. On a GPU drawing is a kernel: a small vocabulary keeps it small here.
+Both drive the same vLLM in one process, by turns; the script prints Markdown. vLLM's own way has a seed for
+each request, which is a generator for each row, one log-prob, and its `LLMEngine.step`. The model is tiny,
+and its passes are subtracted from the time (CPU seconds of the thread). What remains is scheduling,
+preparing, drawing and reading results. On a GPU, drawing is a kernel; a small vocabulary keeps its share
+small here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from scripts.bench.vllm_checks import our_way, their_way
@@ -41,7 +42,7 @@ def main() -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=64, architectures=["Qwen3ForCausalLM"],
         eos_token_id=None, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    length = WARM_UP + args.steps + 20  # of a sequence
+    length = WARM_UP + args.steps + 20  # tokens of a sequence
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         sizes = {"max_num_seqs": args.sessions, "kv_cache_memory_bytes": 256 << 20}
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 class PassTimer:
-    """CPU seconds of the model's passes."""
+    """A timer of the CPU seconds of the model's passes."""
 
     seconds = 0.0
 

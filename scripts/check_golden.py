@@ -4,10 +4,11 @@
     python scripts/check_golden.py --reference COMMIT_OR_FOLDER --scenarios grpo,ppo
 
 Each scenario is a documented command line on CPU, with the shipped tiny model in the microworld. It runs here
-and in the reference, and every number of the two metrics.jsonl is compared: bit by bit, and the last weights
-too, where a run is repeatable (native engine, one process), elsewhere within a tolerance. Rounding depends on
-the CPU, therefore both sides run on this machine. Runs that are killed and resumed are compared with an
-undisturbed reference. Code is compared: both sides run with the reference's settings.
+and in the reference, and every number of the two metrics.jsonl is compared. If a run is repeatable (native
+engine, one process), the comparison is bit by bit and includes the last weights, otherwise it is within a
+tolerance. Rounding depends on the CPU, therefore both sides run on this machine. Runs that are killed and
+resumed are compared with an undisturbed reference. Only code is compared: both sides run with the reference's
+settings.
 
 Exit status 0: equal; 1: something differs or a run failed; 2: a mistake in the arguments.
 """
@@ -32,17 +33,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_NAME = f"golden-{os.getpid()}"
-# Metrics that begin with one of these depend on the clock, on what a new process has not in memory, on kills.
+# Metrics that begin with one of these depend on the clock, on what a new process lacks in memory, or on
+# kills.
 NOT_REPEATABLE = ("timing_", "perf/", "rollout/seconds", "rollout/tokens_per_second", "retrieval/")
 NOT_REPEATABLE += ("trainer/num_restarts", "train/f1", "val/greedy/f1", "val/sampled/f1")  # F1 is new
-USERS = ("VERL__", "BASE_MODEL", "RETRIEVER_URL", "RAY_ADDRESS", "CONDA_PREFIX")  # not for these runs
+# Environment variables of the user that these runs must not see begin with one of these.
+USERS = ("VERL__", "BASE_MODEL", "RETRIEVER_URL", "RAY_ADDRESS", "CONDA_PREFIX")
 
 
 @dataclass(frozen=True)
 class Scenario:
     """A command line (`script`, then `settings`), and how its metrics must agree (tolerances 0: bit by bit).
 
-    `killed`: this checkout's run gets SIGKILL as soon as that step's checkpoint is there, and starts again.
+    If `killed` is set, this checkout's run gets SIGKILL as soon as that step's checkpoint exists, and starts
+    again.
     """
 
     script: str
@@ -50,7 +54,7 @@ class Scenario:
     rtol: float = 0.0
     atol: float = 0.0
     killed: int | None = None
-    skip: tuple[str, ...] = ()  # beginnings of further metrics that depend on the clock
+    skip: tuple[str, ...] = ()  # further metrics that depend on the clock begin with one of these
 
     def agree(self, expected: object, found: object) -> bool:
         if isinstance(expected, float | int) and isinstance(found, float | int):
@@ -91,18 +95,24 @@ class Checkout:
     """A folder with the project, which runs scenarios in worlds that its own code makes."""
 
     def __init__(self, root: Path, work: Path, configs: Path | None = None) -> None:
-        """configs: folder with the settings of its runs; None: its own."""
+        """Make the working folder.
+
+        `configs` is the folder with the settings of the runs. None stands for the checkout's own.
+        """
         self.root = root
         self.work = work
         self.configs = configs
         self.work.mkdir()
 
     def result(self, name: str, kills: Sequence[tuple[str, float]] = (), tries: int = 1) -> dict:
-        """The rows of metrics.jsonl, and a digest of each file of weights in the last checkpoint.
+        """Run a scenario and return the rows of metrics.jsonl and a digest of each file of the last weights.
 
-        kills: SIGKILL so many seconds after something new of that name (a glob pattern) is in the run's
-        folder. `half_written` says what they left of checkpoints that were not whole. tries: a run that ends
-        before its time (3) is begun so often.
+        Args:
+            name: the scenario.
+            kills: for each (name, seconds), SIGKILL comes so many seconds after something new of that name (a
+                glob pattern) is in the run's folder. `half_written` of the result says which incomplete
+                checkpoints the kills left.
+            tries: a run that ends before its time (status 3) is started so often.
         """
         if not (world := self._world(name)).exists():
             self._run(["python", "-m", f"data_prep.{world.name}", "--seed", "7", "--out", str(world)], name)
@@ -112,7 +122,8 @@ class Checkout:
         if self.configs is not None:
             kind = script.removeprefix("train_").removesuffix(".sh")
             command += ["--config", str(self.configs / f"microworld_{kind}.yaml")]
-        for _ in range(2):  # a kernel that was compiled just now rounds otherwise than from numba's cache
+        # A kernel that was just compiled rounds differently from one of numba's cache.
+        for _ in range(2):
             kernels = self._kernels()
             try:
                 half_written = []
@@ -140,7 +151,7 @@ class Checkout:
     def _run(
         self, command: list[str], name: str, kill: tuple[Path, str, float] | None = None, tries: int = 1
     ) -> None:
-        """Runs the command to its end; with `kill`, to SIGKILL: folder, pattern, and seconds after it."""
+        """Run the command to its end, or with `kill` until SIGKILL: folder, pattern, and seconds after it."""
         python = Path(sys.executable).absolute()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(USERS)} | {
             "VIRTUAL_ENV": str(python.parent.parent),
@@ -164,7 +175,7 @@ class Checkout:
                 if kill and now - old:
                     time.sleep(kill[2])
                     break
-                old &= now  # what has gone once and comes back is new
+                old &= now  # a file that disappears and comes back is new
                 time.sleep(0.002)
         finally:
             status = process.poll()
@@ -179,21 +190,27 @@ class Checkout:
 
 
 def compare(scenario: Scenario, expected: dict, found: dict) -> tuple[int, list[str]]:
-    """How many values were compared, and a line for each that differs."""
-    there, here = ({row["step"]: row for row in result["rows"]} for result in (expected, found))
-    steps = sorted(there.keys() | here.keys())
-    pairs = [(f"step {step}: ", there.get(step, {}), here.get(step, {})) for step in steps]
+    """Return how many values were compared, and a line for each that differs."""
+    expected_rows, found_rows = ({row["step"]: row for row in result["rows"]} for result in (expected, found))
+    steps = sorted(expected_rows.keys() | found_rows.keys())
+    pairs = [(f"step {step}: ", expected_rows.get(step, {}), found_rows.get(step, {})) for step in steps]
     if not scenario.rtol:
         pairs.append(("sha256 of ", expected["weights"], found["weights"]))
     num_compared = 0
     lines = []
-    for where, left, right in pairs:
-        for name in sorted(left.keys() | right.keys()):
+    for place, expected_values, found_values in pairs:
+        for name in sorted(expected_values.keys() | found_values.keys()):
             if name.startswith(NOT_REPEATABLE + scenario.skip):
                 continue
             num_compared += 1
-            if name not in left or name not in right or not scenario.agree(left[name], right[name]):
-                lines.append(f"{where}{name}: {left.get(name)} there, {right.get(name)} here")
+            if (
+                name not in expected_values
+                or name not in found_values
+                or not scenario.agree(expected_values[name], found_values[name])
+            ):
+                lines.append(
+                    f"{place}{name}: {expected_values.get(name)} there, {found_values.get(name)} here"
+                )
     return num_compared, lines
 
 
@@ -217,23 +234,23 @@ def main() -> int:
             folder = work / "reference"
             git("worktree", "add", "--detach", str(folder), options.reference)
         try:
-            there = Checkout(folder, work / "there")
-            here = Checkout(ROOT, work / "here", folder / "configs")
+            reference = Checkout(folder, work / "there")
+            checkout = Checkout(ROOT, work / "here", folder / "configs")
             for name in names:
                 scenario = SCENARIOS[name]
                 started = time.monotonic()
                 try:
-                    expected = there.result(name)
+                    expected = reference.result(name)
                     kills = [(f"global_step_{scenario.killed}", 0.0)] if scenario.killed else []
-                    num_compared, lines = compare(scenario, expected, here.result(name, kills))
+                    num_compared, lines = compare(scenario, expected, checkout.result(name, kills))
                 except ChildProcessError as error:
                     num_compared = 0
                     lines = [str(error)]
                 failed = failed or bool(lines)
-                how = f"to {scenario.rtol:g} or {scenario.atol:g}" if scenario.rtol else "bit by bit"
+                precision = f"to {scenario.rtol:g} or {scenario.atol:g}" if scenario.rtol else "bit by bit"
                 print(f"{name:11} {'DIFFERS' if lines else 'equal':8} {num_compared:5} values", end=" ")
                 resumed = "  killed and resumed" if scenario.killed else ""
-                print(f"{how:17} {time.monotonic() - started:4.0f} s{resumed}", flush=True)
+                print(f"{precision:17} {time.monotonic() - started:4.0f} s{resumed}", flush=True)
                 print(*(f"    {line}\n" for line in lines[:40]), sep="", end="", flush=True)
         finally:
             if is_commit:

@@ -1,13 +1,15 @@
-"""Shows that a run that is killed and started again ends as an undisturbed one.
+"""Show that a run that is killed and started again ends as an undisturbed one.
 
     python scripts/check_resume.py [--steps N] [--seed N] [--ahead K] [--kills N]
 
-PPO in the microworld, with an adaptive KL weight; with --ahead rollouts go on in a process of their own while
-the policy is trained, up to K updates ahead, repeatably. One run goes through undisturbed. Another one is
-killed with SIGKILL three times and started again each time: twice at a random moment, once while it writes a
-checkpoint. With --kills rollouts are ahead and the run is one of verl.rl: so many times one of its processes
-(driver, trainer, sampler) is killed, at random moments, and the longest time between two checkpoints is told.
-Then every number of the two `metrics.jsonl` is compared bit by bit, times and speeds left out, and so are the
+The run is PPO in the microworld, with an adaptive KL weight. With --ahead, rollouts go on in a process of
+their own while the policy is trained, up to K updates ahead, repeatably. One run is undisturbed. Another one
+is killed with SIGKILL three times and started again each time: twice at a random moment, once while it writes
+a checkpoint. With --kills, rollouts are ahead and the run is one of verl.rl: so many times one of its
+processes (driver, trainer, sampler) is killed, at random moments, and the longest time between two
+checkpoints is printed.
+
+Then every number of the two `metrics.jsonl` is compared bit by bit, except times and speeds, and so are the
 weights in the end. Exit status 0 means that all were equal.
 """
 
@@ -28,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import psutil  # noqa: E402
 
 from scripts.check_golden import RUN_NAME, SCENARIOS, Checkout, compare  # noqa: E402
@@ -37,14 +39,17 @@ AHEAD = """actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.n
     trainer.async_training.repeatable=true algorithm.rollout_correction.bypass_mode=true"""
 ON_FOLDER = """trainer.backend=folder trainer.max_restarts=1000
     actor_rollout_ref.rollout.weight_transfer=delta actor_rollout_ref.rollout.anchor_every=4"""
-# What the engine did since the last step: when that was, is chance.
+# Metrics of what the engine did since the last step begin with one of these. They depend on chance.
 ENGINE = ("async/", "retrieval/", "rollout/generated", "rollout/kv", "rollout/parked", "rollout/pre")
 ENGINE += ("rollout/queued", "rollout/running", "rollout/steps", "rollout/seconds", "rollout/tokens")
-MIN_STEPS = 4  # a checkpoint after each one, and three kills, each after another checkpoint
+MIN_STEPS = 4  # each has a checkpoint, and each of the three kills comes after another checkpoint
 
 
 class Killer(threading.Thread):
-    """Kills processes of the run in a folder, one at a time, until it has killed so many or the run ends."""
+    """A thread that kills processes of the run in a folder, one at a time.
+
+    It ends when it has killed so many, or when the run ends.
+    """
 
     def __init__(self, folder: Path, kills: int, moments: random.Random) -> None:
         super().__init__(daemon=True)
@@ -68,14 +73,16 @@ class Killer(threading.Thread):
                     since = time.monotonic()
             if time.monotonic() < due or self.killed.total() == self.kills:
                 continue
-            place = self.moments.choice(["driver", "train_worker-0", "inference-0"])
+            process_name = self.moments.choice(["driver", "train_worker-0", "inference-0"])
             with suppress(OSError, ValueError, KeyError, psutil.Error):
-                about = json.loads((Path(f"{self.folder}.processes") / f"{place}.json").read_text())
-                process = psutil.Process(about["pid"])
+                process_info = json.loads(
+                    (Path(f"{self.folder}.processes") / f"{process_name}.json").read_text()
+                )
+                process = psutil.Process(process_info["pid"])
                 if any("verl." in word for word in process.cmdline()):
                     process.kill()
-                    self.killed[place] += 1
-            # Most of a life is its start: half of the kills come later.
+                    self.killed[process_name] += 1
+            # A process spends most of its life on its start. Half of the kills come later than that.
             early = self.moments.uniform(0, 12)
             late = 12.0 + self.moments.uniform(0, 10)
             due = time.monotonic() + self.moments.choice([early, late])
@@ -91,8 +98,8 @@ def main() -> int:
     if options.kills and options.ahead is None:
         options.ahead = 1
     if options.steps < MIN_STEPS:
-        why = "the run is killed three times, each time after another checkpoint"
-        parser.error(f"--steps: found {options.steps}, expected {MIN_STEPS} or more: {why}")
+        reason = "the run is killed three times, each time after another checkpoint"
+        parser.error(f"--steps: found {options.steps}, expected {MIN_STEPS} or more: {reason}")
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     moments = random.Random(seed)
     kills = [("global_step_*[0-9]", moments.uniform(0.0, 0.5)) for _ in range(2)]
@@ -107,22 +114,24 @@ def main() -> int:
         skip += ENGINE
     scenario = SCENARIOS[name] = replace(scenario, settings=settings, skip=skip)
     with tempfile.TemporaryDirectory() as folder:
-        here = Checkout(ROOT, Path(folder) / "work")
+        checkout = Checkout(ROOT, Path(folder) / "work")
         try:
-            undisturbed = here.result(name)
+            undisturbed = checkout.result(name)
             if options.kills:
                 print(f"undisturbed run: done; {options.kills} kills (--seed {seed})", flush=True)
                 killer = Killer(ROOT / "verl_checkpoints" / RUN_NAME, options.kills, moments)
                 killer.start()
-                killed = here.result(name, tries=options.kills)
+                killed = checkout.result(name, tries=options.kills)
                 killer.run_is_over.set()
-                places = ", ".join(f"{count} x {place}" for place, count in sorted(killer.killed.items()))
+                kill_counts = ", ".join(
+                    f"{count} x {process_name}" for process_name, count in sorted(killer.killed.items())
+                )
                 fewer = killer.killed.total() < options.kills
-                print(f"killed: {places}" + f" (the run was over before {options.kills} kills)" * fewer)
+                print(f"killed: {kill_counts}" + f" (the run was over before {options.kills} kills)" * fewer)
                 print(f"longest time between two checkpoints: {killer.longest:.0f} s")
             else:
                 print(f"undisturbed run: done; kills (--seed {seed}): {kills}", flush=True)
-                killed = here.result(name, kills)
+                killed = checkout.result(name, kills)
         except ChildProcessError as error:
             print(error, file=sys.stderr)
             return 1

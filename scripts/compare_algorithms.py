@@ -9,14 +9,13 @@ The last one says what each part of scripts/real_model.sh is good for, with the 
 configs/real_model_*.yaml: RL beside more supervised training, without the supervised start, and so on.
 
 Each run is `train_grpo.sh` (`train_ppo.sh` for one with a critic) with a few overrides, which this file
-holds: what can be read here is all that differs from the recipe. On the microworld those without a critic
-take two optimizer steps per batch, so that the probability ratio, which most of them differ in, is not 1 in
-the second.
-`sft_only` goes on with supervised training for as long as the first algorithm took, with its evaluations.
+holds. They are all that differs from the recipe. On the microworld, runs without a critic take two optimizer
+steps per batch, so that the probability ratio, in which most of them differ, is not 1 in the second step.
+`sft_only` continues supervised training for as long as the first algorithm took, with its evaluations.
 
 Exact match is measured on the test questions at the end, sampled at temperature 1 and greedily. A question's
-figure is its mean over the seeds that asked it; intervals (95 %) draw as many questions as there are, with
-replacement, 10,000 times; `change` is the difference from the first algorithm on the same questions, sampled.
+figure is its mean over the seeds that asked it. Intervals (95 %) draw as many questions as there are, with
+replacement, 10,000 times. `change` is the difference from the first algorithm on the same questions, sampled.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import numpy as np  # noqa: E402
 
 from scripts.real_model_report import add_line, bounded  # noqa: E402
@@ -42,7 +41,7 @@ from verl.utils.records.files import read_lines  # noqa: E402
 ADVANTAGE = "algorithm.adv_estimator="
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode="
 TWO_UPDATES = "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.optim.lr=5e-4"
-ALGORITHMS = {  # what is added to the command line
+ALGORITHMS = {  # name -> what is added to the command line
     "gae": "trainer.critic_warmup=3",
     "grpo": f"{TWO_UPDATES} {ADVANTAGE}grpo",
     "rloo": f"{TWO_UPDATES} {ADVANTAGE}rloo",
@@ -57,8 +56,8 @@ ALGORITHMS = {  # what is added to the command line
 
 CRITIC = """actor_rollout_ref.rollout.n_agent=1 algorithm.adv_estimator=gae trainer.critic_warmup=2
     algorithm.filter_groups.enable=false"""
-ANSWERS = 8  # to each question of a real run, but with PPO
-REAL = {  # of a real model, on configs/real_model_grpo.yaml
+ANSWERS = 8  # answers to each question of a real run, except with PPO
+REAL = {  # the same for a real model, on configs/real_model_grpo.yaml
     "grpo": "",
     "sft_only": "",
     "no_supervised_start": "",
@@ -71,15 +70,16 @@ Run = dict[tuple[str, str], float]  # (mode, question) -> exact match
 
 
 def real_settings(name: str, questions: int) -> str:
-    """What is added to the command line of a real model's run with so many questions a step."""
+    """Return what is added to the command line of a real model's run with so many questions a step."""
     rows = ANSWERS * questions
     batch = f"data.train_batch_size={rows if name == 'ppo' else questions}"
     return f"{batch} actor_rollout_ref.actor.ppo_mini_batch_size={rows} {REAL[name]}"
 
 
 def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tuple[Run, float]:
-    """Exact match of each question at the end of the run, and its wall seconds; `sft_only` trains `seconds`.
-    CalledProcessError: the run failed.
+    """Run an algorithm; return the exact match of each question at its end, and its wall seconds.
+
+    `sft_only` trains for `seconds`. Raises CalledProcessError if the run failed.
     """
     began = time.monotonic()
     experiment = f"compare-{'real-' if options.real else ''}{name}-seed{seed}"
@@ -101,11 +101,11 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
         experiment += "-training"
         training = """train_sft.sh --config configs/real_model_sft.yaml trainer.total_training_steps=100000
             trainer.save_freq=-1 trainer.resume_mode=none trainer.progress=plain"""
-        told = environment | {"EXPERIMENT_NAME": experiment, "BASE_MODEL": str(start)}
-        process = subprocess.Popen(["bash", *training.split()], env=told, cwd=ROOT)
+        training_environment = environment | {"EXPERIMENT_NAME": experiment, "BASE_MODEL": str(start)}
+        process = subprocess.Popen(["bash", *training.split()], env=training_environment, cwd=ROOT)
         try:
             process.wait(seconds)
-        except subprocess.TimeoutExpired:  # it ends its step and writes a checkpoint
+        except subprocess.TimeoutExpired:  # on SIGUSR1 it ends its step and writes a checkpoint
             process.send_signal(signal.SIGUSR1)
             process.wait()
         folders = (ROOT / "verl_checkpoints" / experiment).glob("global_step_*/worker/huggingface")
@@ -148,10 +148,10 @@ def main() -> None:
     for seed in options.seeds:
         first = 0.0
         for name in names:
-            one, wall = run(name, seed, options, first)
+            ems, wall = run(name, seed, options, first)
             first = first or wall
             seconds[name] = seconds[name] + wall
-            for question, em in one.items():
+            for question, em in ems.items():
                 means[name].setdefault(question, []).append(em)
     print("| algorithm | seeds | EM sampled | EM greedy | change | wall s a seed |\n" + "|---" * 6 + "|")
     for name in names:

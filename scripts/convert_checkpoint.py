@@ -1,15 +1,16 @@
-"""Between a run's checkpoints and Hugging Face folders, and what is in a checkpoint.
+"""Convert between a run's checkpoints and Hugging Face folders, and show what is in a checkpoint.
 
     python scripts/convert_checkpoint.py to-hf   RUN/global_step_100 OUT     weights, config, tokenizer
     python scripts/convert_checkpoint.py from-hf HF_FOLDER OUT               OUT/global_step_0, to start from
     python scripts/convert_checkpoint.py show    RUN/global_step_100
 
-Checkpoints have one format, whatever trained them (FSDP2 or Megatron, any number of processes): a run goes
-on with other processes, or with the other trainer, without conversion. `to-hf` gives the weights bit by bit;
-LoRA adapters are merged into their base; the run's lengths, max_turns and topk go into OUT/config.yaml, where
-infer.py finds them. `from-hf` gives a folder without an optimizer's state; with these settings a run starts
-at step 0 with its weights: trainer.resume_mode=from_path trainer.resume_from_path=OUT/global_step_0.
-`to-hf` gives them back bit by bit.
+Checkpoints have one format, whatever trained them (FSDP2 or Megatron, any number of processes). A run can
+continue with other processes, or with the other trainer, without conversion.
+
+`to-hf` writes the weights bit by bit. LoRA adapters are merged into their base. The run's lengths, max_turns
+and topk go into OUT/config.yaml, where infer.py finds them. `from-hf` writes a folder without an optimizer's
+state. With these settings a run starts at step 0 with its weights: trainer.resume_mode=from_path
+trainer.resume_from_path=OUT/global_step_0. `to-hf` returns them bit by bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
@@ -49,7 +50,7 @@ HUGGING_FACE = "huggingface"
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json")
 PARTS = ("actor", "critic", "worker")
 RUN_CONFIG = "config.yaml"
-# Of a run's settings, what infer.py asks with, by block; the others may hold addresses and passwords.
+# The settings of a run that infer.py uses, by block. The others may hold addresses and passwords.
 ASKING_KEYS = {
     "": "max_turns",
     "retriever": "topk",
@@ -58,7 +59,7 @@ ASKING_KEYS = {
 
 
 def parts_of(folder: Path) -> dict[str, Path]:
-    """Name -> folder of each model in a step's folder; the folder of a model is one itself.
+    """Return the folder of each model in a step's folder; the folder of a model may be passed itself.
 
     Raises:
         ValueError: it is neither.
@@ -70,17 +71,17 @@ def parts_of(folder: Path) -> dict[str, Path]:
     parts = {name: folder / name for name in PARTS if (folder / name / "dcp" / ".metadata").is_file()}
     if not parts:
         run = folder if folder.exists() else folder.parent
-        near = ", ".join(sorted(map(str, run.glob("global_step_*[0-9]"))))
+        steps = ", ".join(sorted(map(str, run.glob("global_step_*[0-9]"))))
         raise ValueError(
             f"{folder} holds no checkpoint: found no dcp/.metadata in it, nor in {', '.join(PARTS)} below it;"
             f" expected a run's global_step_N folder, or the folder actor in it."
-            + (f" There are {near}." if near else "")
+            + (f" There are {steps}." if steps else "")
         )
     return parts
 
 
 def new_folder(path: Path) -> Path:
-    """Raises ValueError if there is something at `path` already."""
+    """Make a folder and return it. Raises ValueError if there is something at `path` already."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there already, and not empty; name a folder that is to be made.")
     path.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,10 @@ def new_folder(path: Path) -> Path:
 
 
 def copy_files(source: Path, target: Path, weights: bool = False) -> None:
-    """The files of a Hugging Face folder; those with weights, if asked for, as links where that can be."""
+    """Copy the files of a Hugging Face folder.
+
+    With `weights`, the files with weights are included, as links where that is possible.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS):
@@ -98,21 +102,23 @@ def copy_files(source: Path, target: Path, weights: bool = False) -> None:
 
 
 def to_hf(step: Path, out: Path, like: Path | None) -> None:
-    """A policy's checkpoint as a Hugging Face folder. like: one with its config and tokenizer (None: the
-    folder huggingface in the checkpoint).
+    """Write a policy's checkpoint as a Hugging Face folder.
+
+    `like` is a folder with its config and tokenizer. None stands for the folder huggingface in the
+    checkpoint. Raises ValueError if there is no policy or no config.
     """
     parts = {name: path for name, path in parts_of(step).items() if name != "critic"}
     if not parts:
         raise ValueError(f"{step} is a critic, which has a value head and no words; give a policy (actor).")
-    (part,) = parts.values()
-    source = like or part / HUGGING_FACE
+    (model_folder,) = parts.values()
+    source = like or model_folder / HUGGING_FACE
     if not (source / "config.json").is_file():
         raise ValueError(
             f"{source} has no config.json; name a Hugging Face folder of the same model with --like."
         )
     copy_files(source, new_folder(out))
-    if any(".lora_A." in name for name in saved_tensors(part / "dcp", MODEL_PREFIX)):
-        adapter = part / ADAPTER_FOLDER  # merged into its base, in the dtype that was trained in
+    if any(".lora_A." in name for name in saved_tensors(model_folder / "dcp", MODEL_PREFIX)):
+        adapter = model_folder / ADAPTER_FOLDER  # it is merged into its base, in the dtype of the training
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
         dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
         policy = load_policy({"path": base, "lora_adapter_path": str(adapter)}, dtype)
@@ -122,33 +128,38 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
         if (source / "generation_config.json").is_file():
             model.generation_config = type(model.generation_config).from_pretrained(source)
-        write_hf_weights(model, tensor_names(model), part / "dcp", out)
-    write_asking_settings(part, out)
+        write_hf_weights(model, tensor_names(model), model_folder / "dcp", out)
+    write_asking_settings(model_folder, out)
 
 
 def write_asking_settings(part: Path, out: Path) -> None:
-    """OUT/config.yaml with the run's ASKING_KEYS, if the checkpoint lies in its run's folder."""
+    """Write OUT/config.yaml with the run's ASKING_KEYS, if the checkpoint is in its run's folder."""
     step = part.absolute().parent
     if not re.fullmatch(r"global_step_\d+", step.name) or not (step.parent / RUN_CONFIG).is_file():
         return
     run = yaml.safe_load((step.parent / RUN_CONFIG).read_text(encoding="utf-8"))
     blocks = {block: run if block == "" else run.get(block, {}) for block in ASKING_KEYS}
-    kept = {
+    asking_settings = {
         block: {name: blocks[block][name] for name in names.split() if name in blocks[block]}
         for block, names in ASKING_KEYS.items()
     }
-    settings = kept.pop("") | {block: values for block, values in kept.items() if values}
+    settings = asking_settings.pop("") | {
+        block: values for block, values in asking_settings.items() if values
+    }
     if settings:  # supervised runs have other settings
         (out / RUN_CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
 
 def from_hf(source: Path, out: Path) -> None:
-    """A Hugging Face folder as the folder of step 0, without optimizer."""
+    """Write a Hugging Face folder as the folder of step 0, without optimizer.
+
+    Raises ValueError if it is no Hugging Face folder.
+    """
     if not (source / "config.json").is_file():
-        near = [str(path.parent) for path in source.glob("**/huggingface/config.json")]
+        candidates = [str(path.parent) for path in source.glob("**/huggingface/config.json")]
         raise ValueError(
             f"{source} has no config.json; expected a Hugging Face folder"
-            + (f", such as {', '.join(near[:5])}." if near else ".")
+            + (f", such as {', '.join(candidates[:5])}." if candidates else ".")
         )
     dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
     policy = load_policy({"path": str(source)}, dtype)
@@ -163,7 +174,7 @@ def from_hf(source: Path, out: Path) -> None:
 
 
 def describe(part: Path) -> list[str]:
-    """Lines on one model of a checkpoint."""
+    """Return lines on one model of a checkpoint."""
     tensors = saved_tensors(part / "dcp")
     weights = {name: t for name, t in tensors.items() if name.startswith("model.")}
     state = Counter(name.rpartition(".")[2] for name in tensors if name.startswith("optimizer.state."))
@@ -183,18 +194,18 @@ def describe(part: Path) -> list[str]:
     ]
     config = part / HUGGING_FACE / "config.json"
     if config.is_file():
-        found: dict[str, Any] = json.loads(config.read_text())
-        lines.append(f"Hugging Face folder: {', '.join(found.get('architectures') or ['unknown'])}")
+        hf_config: dict[str, Any] = json.loads(config.read_text())
+        lines.append(f"Hugging Face folder: {', '.join(hf_config.get('architectures') or ['unknown'])}")
     return lines
 
 
 def show(folder: Path) -> None:
-    """Prints what is in a step's folder, or in one model's."""
+    """Print what is in a step's folder, or in one model's."""
     parts = parts_of(folder)
     if (folder / STATE_FILE).is_file():
         print(f"{folder}: step {json.loads((folder / STATE_FILE).read_text())['step']}")
-    for name, part in parts.items():
-        print(name, *describe(part), sep="\n  ")
+    for name, model_folder in parts.items():
+        print(name, *describe(model_folder), sep="\n  ")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -214,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{options.out}: a Hugging Face folder")
         elif options.command == "from-hf":
             from_hf(options.source, options.out)
-            step = options.out.absolute() / "global_step_0"  # a run may be started in another folder
+            step = options.out.absolute() / "global_step_0"  # absolute: a run may start in another folder
             print(f"start from it: trainer.resume_mode=from_path trainer.resume_from_path={step}")
         else:
             show(options.source)

@@ -1,4 +1,4 @@
-"""Measures search backends on questions: how often the first passages help, and what a search costs.
+"""Measure search backends on questions: how often the first passages help, and what a search costs.
 
     search-r1 squad --squad xquad.en.json --passages 2wikimultihopqa_corpus.json --out data/real
     python scripts/eval_retrieval.py data/real                                   bm25, built in memory
@@ -6,8 +6,8 @@
 
     parquet rows -> questions -> each search backend -> documents -> rank of the first that helps -> a table
 
-A passage helps a question when its id is among the question's `extra_info.gold_ids`. Each --run NAME [FLAGS]
-is a row of the table, with the server's flags.
+A passage helps a question if its id is among the question's `extra_info.gold_ids`. Each --run NAME [FLAGS] is
+a row of the table, with the server's flags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import numpy as np  # noqa: E402
 import pandas as pd  # noqa: E402
 
@@ -33,8 +33,8 @@ from search_r1.search.launch import (  # noqa: E402
 )
 from search_r1.search.retriever import RetrievalUnavailable  # noqa: E402
 
-KS = (1, 3, 10)  # of recall@k; the last one is MRR's depth, too
-BATCH = 64  # queries a call, where throughput is measured
+KS = (1, 3, 10)  # the k of recall@k; the last one is also the depth of MRR
+BATCH = 64  # queries a call when throughput is measured
 WARM_UP = 16  # searches before the clock starts
 NUM_TIMED = 300  # questions for the latency
 HEADER = ["backend", "questions", *(f"recall@{k}" for k in KS), f"MRR@{KS[-1]}"]
@@ -42,7 +42,10 @@ HEADER += ["p50 ms", "p99 ms", "queries/CPU s"]
 
 
 def read_questions(folder: Path) -> list[tuple[str, set[str]]]:
-    """(question, its gold ids) of all parquet files in a folder. Raises ValueError for unfit ones."""
+    """Return (question, its gold ids) of all parquet files in a folder.
+
+    Raises ValueError for unfit files, or if there are none.
+    """
     questions: list[tuple[str, set[str]]] = []
     for path in sorted(folder.glob("*.parquet")):
         try:
@@ -59,14 +62,14 @@ def read_questions(folder: Path) -> list[tuple[str, set[str]]]:
 
 
 class RunParser(argparse.ArgumentParser):
-    """Flags inside --run: a mistake is a ValueError, as everywhere else."""
+    """A parser of the flags inside --run, for which a mistake is a ValueError, as everywhere else."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"--run: {message}")
 
 
 def parse_run(run: str, corpus_path: Path) -> argparse.Namespace:
-    """The backend's flags of one --run. Raises ValueError for wrong ones."""
+    """Return the backend's flags of one --run. Raises ValueError for wrong ones."""
     parser = RunParser(prog="--run", add_help=False)
     add_backend_arguments(parser)
     arguments = parser.parse_args(["--retriever_name", *shlex.split(run)])
@@ -76,7 +79,7 @@ def parse_run(run: str, corpus_path: Path) -> argparse.Namespace:
 
 
 def measure(retriever: Any, questions: list[tuple[str, set[str]]]) -> list[float]:
-    """A row of the table after its name. Latencies are those of one query at a time."""
+    """Return a row of the table after its name. Latencies are those of one query at a time."""
     texts = [text for text, _ in questions]
     retriever.batch_search(texts[:WARM_UP], KS[-1])
     started = time.process_time()
@@ -89,7 +92,7 @@ def measure(retriever: Any, questions: list[tuple[str, set[str]]]) -> list[float
         before = time.perf_counter()
         retriever.batch_search([text], KS[-1])
         times.append(1000 * (time.perf_counter() - before))
-    ranks = np.full(len(texts), np.inf)  # from 1; inf: no gold passage
+    ranks = np.full(len(texts), np.inf)  # counted from 1; inf stands for no gold passage
     for number, ((_, gold), row) in enumerate(zip(questions, documents, strict=True)):
         hits = [rank for rank, document in enumerate(row, 1) if str(document.fields.get("id")) in gold]
         ranks[number] = min(hits, default=np.inf)

@@ -1,11 +1,12 @@
-"""Proves or refutes what docs/gpu.md says, on this machine: one line a check, with a figure and a bar.
+"""Prove or refute what docs/gpu.md says, on this machine: one line a check, with a figure and a bar.
 
     bash scripts/gpu_acceptance.sh [--quick] [--only CHECK ...] [--shape 3b] [--out FOLDER]
 
-Models are random, in the shapes of Qwen2.5: nothing is downloaded. Each check runs in a process of its own
-and is written at once to FOLDER/gpu_acceptance.json and .md; the same command goes on where an earlier one
-stopped or failed (--again: measures anew). --quick: the smallest shape, fewer rounds. Without a GPU the same
-code runs on CPU in tiny sizes, and bars that hold on any machine are tested. Ends with 1 if a check failed.
+Models are random, in the shapes of Qwen2.5, so nothing is downloaded. Each check runs in a process of its
+own, and its result is written at once to FOLDER/gpu_acceptance.json and .md. The same command continues where
+an earlier one stopped or failed (--again: measures anew). --quick: the smallest shape, fewer rounds. Without
+a GPU the same code runs on CPU in tiny sizes, and only bars that hold on any machine are tested. The exit
+status is 1 if a check failed.
 
     machine     bf16 products of this device
     step        rollout, log-probs, update: log-probs of both engines, speed, memory, sleeping, weights
@@ -45,15 +46,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from scripts.bench.acceptance import QWEN, Line, Place, report  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT  # noqa: E402
 
-LIMIT_S = 1800  # of one check
-TOKENS = 16384  # of an update's pass
+LIMIT_S = 1800  # seconds of one check
+TOKENS = 16384  # tokens of an update's pass
 
 
 def contender(place: Place, name: str = "bf16", shape: str | None = None, *settings: str) -> Any:
@@ -87,14 +88,14 @@ def step(place: Place) -> Iterator[Line]:
     on_cuda = place.device == "cuda"
     rows = 256 if place.device == "cuda" else 16
 
-    def planned(*settings: str) -> float:  # GiB of the actor's update
+    def planned(*settings: str) -> float:  # GiB that the plan has for the actor's update
         config = load_config([*model.settings, *settings])
         load = Plan(config, Hardware("cuda", torch.cuda.mem_get_info()[1], "here")).loads[0]
         held = {name: parts.get("update_actor", 0) for name, parts in load.items.items()}
         return sum(size for name, size in held.items() if name.startswith("actor: ")) / 2**30
 
     def update(**limits: bool) -> tuple[float, float, float]:
-        """(seconds, share of products, GiB at most) of an update beside a sleeping rollout engine."""
+        """Return (seconds, share of products, GiB at most) of an update beside a sleeping rollout engine."""
         model.actor.loop.limits = model.actor.limits = replace(model.limits, **limits)
         model.actor.update_policy(batch)
         torch.cuda.reset_peak_memory_stats()
@@ -134,7 +135,7 @@ def step(place: Place) -> Iterator[Line]:
         if planned(without) < 0.9 * torch.cuda.mem_get_info()[1] / 2**30:
             yield Line("update with checkpointing, share", share, words)
             del model
-            gc.collect()  # its layers know themselves
+            gc.collect()  # its layers refer to themselves
             torch.cuda.empty_cache()
             model = contender(place, "bf16", None, without)
             model.rollout.sleep()
@@ -144,7 +145,7 @@ def step(place: Place) -> Iterator[Line]:
 
 
 def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
-    """How far transformers' log-probs of some trajectories, in both types, are from the trainer's."""
+    """Measure how far transformers' log-probs of some trajectories, in both types, are from the trainer's."""
     from transformers import AutoModelForCausalLM
 
     from verl.workers.actor.dp_actor import compute_log_prob
@@ -155,19 +156,19 @@ def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
     trained = compute_log_prob(model.trainer, batch, model.limits, 1.0)
     for name, dtype in (("transformers", model.dtype), ("transformers in float32", torch.float32)):
         plain = AutoModelForCausalLM.from_pretrained(place.model(), dtype=dtype).to(model.device)
-        apart = []
+        differences = []
         with torch.inference_mode():
-            for row, known in zip(ids, trained, strict=True):
+            for row, row_trained in zip(ids, trained, strict=True):
                 logits = plain(row[None].to(model.device)).logits[0, -width - 1 : -1].float()
                 log_probs = logits.log_softmax(-1).gather(1, row[-width:, None].to(model.device))[:, 0].cpu()
-                apart.append((log_probs - known)[known != 0].abs())
+                differences.append((log_probs - row_trained)[row_trained != 0].abs())
         del plain
-        most = f"mean; most {float(torch.cat(apart).max()):.3f}: beside the trainer"
-        yield Line(f"log-probs apart, {name}", float(torch.cat(apart).mean()), most)
+        most = f"mean; most {float(torch.cat(differences).max()):.3f}: beside the trainer"
+        yield Line(f"log-probs apart, {name}", float(torch.cat(differences).mean()), most)
 
 
 def greedy(place: Place) -> Iterator[Line]:
-    """Greedy tokens in float32 where the two best logits are not closer than rounding."""
+    """Check greedy tokens in float32 where the two best logits are not closer than rounding."""
     from transformers import AutoModelForCausalLM
 
     from verl.workers.rollout.base import SamplingParams
@@ -181,12 +182,14 @@ def greedy(place: Place) -> Iterator[Line]:
     prompts = [
         torch.randint(5, 1900, (20 + 9 * number,), generator=generator).tolist() for number in range(count)
     ]
-    asked = SamplingParams(length, 0.0, ignore_eos=True)
-    sessions = {model.rollout.open(prompt, asked): prompt for prompt in prompts}
+    params = SamplingParams(length, 0.0, ignore_eos=True)
+    sessions = {model.rollout.open(prompt, params): prompt for prompt in prompts}
     equal = total = 0
     while model.rollout.has_runnable:
-        for done in model.rollout.step():
-            ids = torch.tensor([[*sessions[done.session_id], *done.token_ids]], device=place.device)
+        for completion in model.rollout.step():
+            ids = torch.tensor(
+                [[*sessions[completion.session_id], *completion.token_ids]], device=place.device
+            )
             with torch.inference_mode():
                 logits = plain(ids).logits[0, -length - 1 : -1]
             chosen = logits.gather(1, ids[0, -length:, None])[:, 0]
@@ -196,7 +199,7 @@ def greedy(place: Place) -> Iterator[Line]:
 
 
 def _fixed_batches(model: Any) -> None:
-    """Gives the model `batch_of(seed)`: trajectories of its rollout, the same for each call."""
+    """Give the model `batch_of(seed)`: trajectories of its rollout, the same for each call."""
     model.rollout.load_weights(model.trainer.weights(), 1)
     batches = [model.trajectories(seed, 16) for seed in range(4)]
     model.batch_of = lambda seed: batches[seed]
@@ -264,8 +267,8 @@ def dense(place: Place) -> Iterator[Line]:
         count = min(count, int(torch.cuda.mem_get_info()[0] * 0.8) // (2 * width))
     generator = torch.Generator(place.device).manual_seed(0)
     vectors = torch.empty(count, width, dtype=torch.float16, device=place.device)
-    for part in vectors.split(2**20):
-        part.normal_(generator=generator)
+    for block in vectors.split(2**20):
+        block.normal_(generator=generator)
     planted = torch.randint(count, (512,), generator=torch.Generator().manual_seed(1))
     queries = vectors[planted.to(place.device)].float().cpu().numpy()
     scan = VectorScan([vectors if place.device == "cuda" else vectors.float()])
@@ -288,7 +291,7 @@ def vllm(place: Place) -> Iterator[Line]:
         return
     from scripts.bench.vllm_checks import apart, decode
 
-    if place.device == "cuda":  # first, as this process keeps some memory of the GPU afterwards
+    if place.device == "cuda":  # it comes first, because this process keeps some GPU memory afterwards
         yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
     yield from decode(place)
     yield from apart(place)
@@ -319,8 +322,8 @@ def servers(place: Place) -> Iterator[Line]:
 def _on_several(place: Place, name: str, package: str, *settings: str) -> Iterator[Line]:
     count = torch.cuda.device_count() // 2 * 2
     if count == 0 or find_spec(package) is None:
-        why = "one GPU, or none" if count == 0 else f"{package} is not installed"
-        yield Line(name, math.nan, why, "not run")
+        reason = "one GPU, or none" if count == 0 else f"{package} is not installed"
+        yield Line(name, math.nan, reason, "not run")
         return
     yield from _train(place, name, "trainer.backend=ray", f"trainer.n_gpus_per_node={count}", *settings)
 
@@ -355,27 +358,31 @@ def main() -> int:
         for line in CHECKS[names.index(options.in_process)](place):
             print(json.dumps(asdict(line)), flush=True)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the check under way is stopped, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting also stops the check under way
     file, page = (options.out / f"gpu_acceptance.{kind}" for kind in ("json", "md"))
     name, shape = (torch.cuda.get_device_name(), place.shape) if device == "cuda" else ("CPU", "tiny")
     head = f"{name}, torch {torch.__version__}, {'quick, ' * options.quick}shape {shape}"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    results = known["checks"] if known.get("measured_on") == head else {}  # figures of another kind are gone
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    # Figures that were measured on another machine, or with another shape, are dropped.
+    results = earlier["checks"] if earlier.get("measured_on") == head else {}
     for name in options.only:
-        if options.again or "fail" in [one["verdict"] for one in results.get(name, [{"verdict": "fail"}])]:
+        if options.again or "fail" in [line["verdict"] for line in results.get(name, [{"verdict": "fail"}])]:
             results[name] = run_check(name, options)
             file.write_text(json.dumps({"measured_on": head, "checks": results}, indent=1), encoding="utf-8")
             page.write_text(report(results, head), encoding="utf-8")
-        for one in results[name]:
-            figure = f"{one['figure']:.4g} {one['unit']}"
-            print(f"{one['verdict']:9} {name:10} {one['name']:40} {figure}", flush=True)
-    failed = sum(one["verdict"] == "fail" for name in options.only for one in results[name])
+        for check_line in results[name]:
+            figure = f"{check_line['figure']:.4g} {check_line['unit']}"
+            print(f"{check_line['verdict']:9} {name:10} {check_line['name']:40} {figure}", flush=True)
+    failed = sum(line["verdict"] == "fail" for name in options.only for line in results[name])
     print(f"{page}: {failed} failed")
     return int(failed > 0)
 
 
 def run_check(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The lines of a check in a process of its own; one that broke is a failed line, with its last words."""
+    """Run a check in a process of its own and return its lines.
+
+    A check that broke has a failed line with its last words.
+    """
     command = [sys.executable, __file__, "--in-process", name, "--out", str(options.out)]
     command += ["--quick"] * options.quick + (["--shape", options.shape] if options.shape else [])
     log = options.out / f"{name}.err"
@@ -388,16 +395,16 @@ def run_check(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             status: int | str = check.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             status = f"nothing after {LIMIT_S} s"
-        finally:  # with all that it has started
+        finally:  # the check is killed with all processes that it has started
             with suppress(ProcessLookupError):
                 os.killpg(check.pid, signal.SIGKILL)
             check.wait()
-    found = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"name"')]
+    check_lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"name"')]
     if status:
         words = log.read_text(errors="replace").strip().splitlines()[-1:]
-        why = f"ended with {status}: {' '.join(words)[:200]} ({log})"
-        found.append(asdict(Line(name, math.nan, why, "fail")))
-    return found
+        reason = f"ended with {status}: {' '.join(words)[:200]} ({log})"
+        check_lines.append(asdict(Line(name, math.nan, reason, "fail")))
+    return check_lines
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws runs that have ended in one picture, a line for each.
+"""Draw runs that have ended in one picture, a line for each.
 
     python scripts/plot_runs.py seeds --out docs/seeds.png verl_checkpoints/microworld-seed2?-*
     python scripts/plot_runs.py hops --out docs/hops.png verl_checkpoints/hops-seed0-...
@@ -17,18 +17,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import yaml  # noqa: E402
 
 from verl.utils.records.files import last_steps, read_lines  # noqa: E402
 
-SMOOTHED = 9  # steps that a point of a curve is the mean of
+SMOOTHED = 9  # a point of a curve is the mean of so many steps
 
 
 def plot_smoothed(axes: Any, rows: list[dict[str, Any]], key: str, **style: Any) -> list[int]:
-    """A figure's running mean over the steps; returns the steps that have it."""
+    """Plot a figure's running mean over the steps; return the steps that have it."""
     steps, values = zip(*last_steps(rows, key), strict=True)
     means = np.convolve(values, np.ones(SMOOTHED) / SMOOTHED, "valid")
     axes.plot(steps[SMOOTHED // 2 :][: len(means)], means, **style)
@@ -36,7 +36,7 @@ def plot_smoothed(axes: Any, rows: list[dict[str, Any]], key: str, **style: Any)
 
 
 def draw_seeds(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -> None:
-    """Exact match on the left, searches on the right; labels for one run alone."""
+    """Draw exact match on the left, searches on the right; only one run has labels."""
     rows = read_lines(run / "metrics.jsonl")
     by_panel = summary["em_after_by_hops"], summary["searches_by_hops"]
     for axes, key, by_hops in zip(panels, ("train/em", "train/searches"), by_panel, strict=True):
@@ -49,7 +49,7 @@ def draw_seeds(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) 
 
 
 def draw_hops(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -> None:
-    """Before and after by hops on the left, the course of 1 to 3 hops on the right."""
+    """Draw exact match before and after by hops on the left, the course of 1 to 3 hops on the right."""
     rows = read_lines(run / "metrics.jsonl")
     for when, trained, colour in (("before", "1 and 2", "tab:gray"), ("after", "1 to 3", "tab:blue")):
         by_hops = summary[f"em_{when}_by_hops"] | summary[f"extra_em_{when}_by_hops"]
@@ -64,7 +64,7 @@ def draw_hops(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -
 
 
 def draw_staleness(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -> None:
-    """The course on the left, for runs with the clipped ratio; the end on the right, of all."""
+    """Draw the course on the left, for runs with the clipped ratio, and the end of all runs on the right."""
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     k = settings["trainer"]["async_training"]["max_staleness"]
     loss = settings["actor_rollout_ref"]["actor"]
@@ -76,10 +76,12 @@ def draw_staleness(panels: Any, run: Path, summary: dict[str, Any], is_first: bo
     if kind == "clipped":
         rows = read_lines(run / "metrics.jsonl")
         plot_smoothed(panels[0], rows, "train/em", label=f"k = {k}", alpha=0.8)
-    place = {"clipped": ("o", "tab:blue"), "weighted": ("s", "tab:orange"), "none": ("x", "tab:red")}[kind]
-    known = panels[1].get_legend_handles_labels()[1]
+    style = {"clipped": ("o", "tab:blue"), "weighted": ("s", "tab:orange"), "none": ("x", "tab:red")}[kind]
+    drawn_names = panels[1].get_legend_handles_labels()[1]
     name = {"clipped": "clipped ratio", "weighted": "weighted", "none": "no correction"}[kind]
-    panels[1].plot(k, summary["em_after"], place[0], color=place[1], label=None if name in known else name)
+    panels[1].plot(
+        k, summary["em_after"], style[0], color=style[1], label=None if name in drawn_names else name
+    )
     panels[0].set(xlabel="step", ylabel="exact match, sampled", ylim=(0, 1.02))
     panels[1].set(xlabel="k", ylabel="exact match at the end, sampled", ylim=(0, 1.02))
 
@@ -97,13 +99,13 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs that have ended")
     parser.add_argument("--out", type=Path, required=True, help="the picture's file")
     options = parser.parse_args()
-    draw, *places = PICTURES[options.picture]
+    draw, *legend_places = PICTURES[options.picture]
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=draw is draw_hops)
     for run in options.runs:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         draw(panels, run, summary, is_first=run == options.runs[0])
-    for axes, place in zip(panels, places, strict=True):
-        axes.legend(frameon=False, loc=place)
+    for axes, legend_place in zip(panels, legend_places, strict=True):
+        axes.legend(frameon=False, loc=legend_place)
         axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(options.out, dpi=110)

@@ -1,4 +1,4 @@
-"""What a run of scripts/real_model.sh has shown, in a page, as JSON and in the terminal.
+"""The report on a run of scripts/real_model.sh: a page, JSON and tables in the terminal.
 
     python scripts/real_model_report.py verl_checkpoints/real_model-seed0
 
@@ -33,9 +33,9 @@ CONTROLS = {
     "val/empty": "GRPO, nothing is ever found",
 }
 LABELS = MODELS | CONTROLS
-# run -> the one that it is compared with
+# run -> the run that it is compared with
 BEFORE = {"sft_test": "few_shot_test", "grpo_test": "sft_test"} | dict.fromkeys(CONTROLS, "grpo_test")
-# by their data_source
+# data_source -> title of the set
 SETS = {"squad": "test questions", "hotpotqa": "2 hops, HotpotQA", "films": "2 hops, films and directors"}
 COLUMNS = ["model", "EM", "F1", "searches", "answer was found", "change of EM", "change of F1", "questions"]
 SHOWN_QUESTIONS = 40
@@ -44,10 +44,13 @@ Results = dict[str, dict[str, dict[str, dict[str, dict[str, Any]]]]]  # set -> m
 
 
 def read_results(folder: Path) -> Results:
-    """The lines of all evaluations that are done."""
+    """Read the lines of all finished evaluations.
+
+    Raises ValueError if the evaluation of GRPO is not finished.
+    """
     results: Results = {}
     for run in LABELS:
-        if (folder / run / "summary.json").is_file():  # else it was killed on the way
+        if (folder / run / "summary.json").is_file():  # a run that was killed has none
             for line in read_lines(folder / run / "validation.jsonl"):
                 modes = results.setdefault(line["data_source"], {})
                 add_line(modes.setdefault(line["mode"], {}).setdefault(run, {}), line)
@@ -61,16 +64,21 @@ def read_results(folder: Path) -> Results:
 
 
 def add_line(known: dict[str, Any], line: dict[str, Any]) -> None:
-    """Adds a line by its question, and by how often that was there: of two articles, with two answers."""
-    asked = 1
-    while (key := f"{line['question']} ({asked})") in known:
-        asked += 1
+    """Add a line under its question and a number.
+
+    The number tells repeated questions apart, which are of two articles and have two answers.
+    """
+    number = 1
+    while (key := f"{line['question']} ({number})") in known:
+        number += 1
     known[key] = line
 
 
 def compare(lines: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """Of one model and mode: EM and F1, and by how much they differ from another model's on the same
-    questions, with intervals; searches, and how often the documents held an answer, as means.
+    """Return the figures of one model and mode.
+
+    They are EM and F1, and by how much they differ from another model's on the same questions, with
+    intervals; and as means, searches and how often the documents held an answer.
     """
     figures: dict[str, Any] = {"questions": len(lines)}
     for name in ("em", "f1"):
@@ -84,7 +92,7 @@ def compare(lines: dict[str, Any], before: dict[str, Any] | None) -> dict[str, A
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
-    """A table of the page, which is printed as well."""
+    """Print a table, and return it for the page."""
     print(f"\n{title}\n{pd.DataFrame(rows, columns=columns).to_string(index=False)}")
     return {"title": title, "columns": columns, "rows": rows}
 
@@ -94,21 +102,26 @@ def bounded(values: list[float] | None, sign: str = "") -> str:
 
 
 def report(folder: Path) -> None:
-    """Writes results.json and results.html into the folder, and prints the tables."""
+    """Write results.json and results.html into the folder, and print the tables."""
     numbers: dict[str, Any] = {"results": {}, "seconds": {}}
     tables = []
     for questions, modes in read_results(folder).items():
         for mode, runs in modes.items():
             rows = []
             for run, lines in runs.items():
-                each = compare(lines, runs.get(BEFORE.get(run, "")))
-                numbers["results"].setdefault(questions, {}).setdefault(mode, {})[run] = each
-                row = [LABELS[run], bounded(each["em"]), bounded(each["f1"]), f"{each['searches']:.2f}"]
-                row += [f"{each['documents_hold_answer']:.3f}", bounded(each.get("em_change"), "+")]
-                rows.append([*row, bounded(each.get("f1_change"), "+"), str(each["questions"])])
+                figures = compare(lines, runs.get(BEFORE.get(run, "")))
+                numbers["results"].setdefault(questions, {}).setdefault(mode, {})[run] = figures
+                row = [
+                    LABELS[run],
+                    bounded(figures["em"]),
+                    bounded(figures["f1"]),
+                    f"{figures['searches']:.2f}",
+                ]
+                row += [f"{figures['documents_hold_answer']:.3f}", bounded(figures.get("em_change"), "+")]
+                rows.append([*row, bounded(figures.get("f1_change"), "+"), str(figures["questions"])])
             tables.append(table(f"{SETS[questions]}, {mode}", COLUMNS, rows))
     for line in (folder / "seconds.txt").read_text(encoding="utf-8").splitlines():
-        stage, seconds = line.rsplit(" ", 1)  # a stage that was killed and taken up again has several
+        stage, seconds = line.rsplit(" ", 1)  # a stage that was killed and resumed has several lines
         numbers["seconds"][stage] = numbers["seconds"].get(stage, 0) + int(seconds)
     spent = numbers["seconds"]
     rows = [[stage, f"{seconds / 60:.1f}"] for stage, seconds in spent.items()]
@@ -117,13 +130,13 @@ def report(folder: Path) -> None:
 
     records = []
     for run, label in MODELS.items():
-        asked = TrajectoryFolder(folder / run / "trajectories").read(SHOWN_QUESTIONS)
-        records += [record | {"model": label} for record in asked]
+        model_records = TrajectoryFolder(folder / run / "trajectories").read(SHOWN_QUESTIONS)
+        records += [record | {"model": label} for record in model_records]
     image = folder / "grpo" / "curves.png"
     curve = base64.b64encode(image.read_bytes()).decode() if image.is_file() else None
-    shown = {"tables": tables, "image": curve and f"data:image/png;base64,{curve}"}
+    page_results = {"tables": tables, "image": curve and f"data:image/png;base64,{curve}"}
     write_text_atomically(folder / "results.json", to_json(numbers, indent=1) + "\n")
-    write_page(records, folder / "results.html", folder.name, shown)
+    write_page(records, folder / "results.html", folder.name, page_results)
     print(f"\n{folder / 'results.json'}\n{folder / 'results.html'}")
 
 

@@ -1,4 +1,4 @@
-"""What the acceptance run's checks share: figures and their bars, random models, the page.
+"""The parts that the acceptance run's checks share: figures and their bars, random models, the page.
 
 check(Place) -> Lines -> report -> Markdown
 """
@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = {"1.5b": (1536, 8960, 28, 12, 2), "0.5b": (896, 4864, 24, 14, 2), "tiny": (64, 160, 2, 2, 1)}
 QWEN |= {"7b": (3584, 18944, 28, 28, 4), "3b": (2048, 11008, 36, 16, 2)}
-UNTIED = ("7b",)  # has an output matrix of its own
+UNTIED = ("7b",)  # shapes with an output matrix of their own
 BARS = {  # a figure's name -> (at least, at most)
     "log-probs apart, mean": (0.0, 0.01),
     "log-probs apart, most": (0.0, 0.25),
@@ -40,7 +40,10 @@ ANYWHERE += ("a killed server is noticed", "decode ahead, tokens equal")
 
 @dataclass(frozen=True)
 class Line:
-    """One figure of a check. verdict: pass, fail, measured (no bar here), or not run, with why as `unit`."""
+    """One figure of a check.
+
+    `verdict` is pass, fail, measured (there is no bar), or not run (the reason is in `unit`).
+    """
 
     name: str
     figure: float
@@ -50,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run, and how much of them."""
+    """The place where the checks run, and how much of them."""
 
     device: str
     shape: str
@@ -64,7 +67,7 @@ class Place:
         return Line(name, figure, unit, "pass" if low <= figure <= high else "fail")
 
     def model(self, shape: str | None = None) -> Path:
-        """The folder of a random model, made once."""
+        """Return the folder of a random model, which is made once."""
         from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
         shape = "tiny" if self.device == "cpu" else shape or self.shape
@@ -96,8 +99,8 @@ class Place:
 
 
 def report(results: dict[str, list[dict[str, Any]]], head: str) -> str:
-    """The page, Markdown."""
-    lines = [
+    """Return the page in Markdown."""
+    page_lines = [
         "# What this machine showed",
         "",
         head,
@@ -105,11 +108,11 @@ def report(results: dict[str, list[dict[str, Any]]], head: str) -> str:
         "| check | | figure | | bar |",
         "|---|---|---|---|---|",
     ]
-    for check, found in results.items():
-        for one in found:
-            low, high = BARS.get(one["name"], (None, None))
+    for check, check_lines in results.items():
+        for line in check_lines:
+            low, high = BARS.get(line["name"], (None, None))
             bar = "" if low is None else f"{low:g} to {high:g}"
-            figure = "" if math.isnan(one["figure"]) else f"{one['figure']:.4g}"
-            verdict = one["verdict"]
-            lines.append(f"| {check} | {one['name']} | {figure} {one['unit']} | {verdict} | {bar} |")
-    return "\n".join(lines) + "\n"
+            figure = "" if math.isnan(line["figure"]) else f"{line['figure']:.4g}"
+            verdict = line["verdict"]
+            page_lines.append(f"| {check} | {line['name']} | {figure} {line['unit']} | {verdict} | {bar} |")
+    return "\n".join(page_lines) + "\n"

@@ -2,12 +2,12 @@
 
     python grpo_step_trl.py TASK.json        writes one JSON line a step to the task's `records`
 
-`GRPOTrainer.train` as it is: its tool loop, its loss, its optimizer step. It is given this model's protocol
-as any user would: a chat template for plain prompts and <information> blocks, a response template that reads
-`<search> q</search>` as a call of the tool `search`, and the closing tags as end-of-sequence tokens. Where a
-vocabulary has no such words they are stop strings: TRL passes `generate` no tokenizer, which those need, and
-keeps the padding after them; both are mended here. The questions come in the order of the file, the reward is
-exact match of the last <answer>.
+`GRPOTrainer.train` is used as it is: its tool loop, its loss, its optimizer step. Like any user would, this
+script passes it this model's protocol: a chat template for plain prompts and <information> blocks, a response
+template that reads `<search> q</search>` as a call of the tool `search`, and the closing tags as
+end-of-sequence tokens. If a vocabulary has no such words, they are stop strings. TRL passes no tokenizer to
+`generate`, which stop strings need, and keeps the padding after them; both are mended here. The questions
+come in the order of the file. The reward is exact match of the last <answer>.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ RESPONSE_TEMPLATE = {
 
 
 class SearchTool:
-    """One HTTP call a query, over a connection that stays open; documents are cut to `longest` tokens."""
+    """A search tool: one HTTP call a query, over a connection that stays open.
+
+    Documents are cut to `longest` tokens.
+    """
 
     def __init__(self, url: str, topk: int, tokenizer: Any, longest: int) -> None:
         address = urlsplit(url)
@@ -66,7 +69,7 @@ class SearchTool:
         self._connection = HTTPConnection(address.netloc, timeout=60)
 
     def search(self, query: str) -> str:
-        """Looks a query up.
+        """Look a query up.
 
         Args:
             query: what to look for.
@@ -82,7 +85,7 @@ class SearchTool:
 
 
 class StepWriter(TrainerCallback):
-    """Writes the sizes of each step's trajectories when its optimizer step is done."""
+    """A callback that writes the sizes of each step's trajectories when its optimizer step is done."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -99,11 +102,11 @@ class StepWriter(TrainerCallback):
 
 
 def exact_match(text: str, golden: list[str]) -> float:
-    """1.0 if the last answer is a golden one after SQuAD's normalisation."""
+    """Return 1.0 if the last answer is a golden one after SQuAD's normalisation, else 0.0."""
 
     def normalised(answer: str) -> str:
-        kept = "".join(character for character in answer.lower() if character not in string.punctuation)
-        return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+        letters = "".join(character for character in answer.lower() if character not in string.punctuation)
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return float(bool(answers) and any(normalised(answers[-1]) == normalised(gold) for gold in golden))
@@ -119,7 +122,7 @@ def main(task: dict[str, Any]) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     RESPONSE_TEMPLATE["fields"]["content"]["close"] = tokenizer.eos_token
-    # A template's text gets no special tokens; a model that expects one at the beginning of a text needs it.
+    # A template's text gets no special tokens, but a model may expect one at the beginning of a text.
     begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids == [tokenizer.bos_token_id]
     bos = tokenizer.bos_token if begins else ""
     stops = ["</search>", "</answer>"]
@@ -138,8 +141,8 @@ def main(task: dict[str, Any]) -> None:
 
     def reward(prompts: list[Any], completion_ids: list[list[int]], answers: list[Any], **_: Any) -> Any:
         for ids, prompt in zip(completion_ids, prompts, strict=True):
-            asked = tokenizer.encode(prompt[0]["content"], add_special_tokens=False)
-            writer.contexts.append(len(asked) + len(ids))
+            prompt_ids = tokenizer.encode(prompt[0]["content"], add_special_tokens=False)
+            writer.contexts.append(len(prompt_ids) + len(ids))
         texts = tokenizer.batch_decode(completion_ids)
         return [exact_match(text, golden) for text, golden in zip(texts, answers, strict=True)]
 

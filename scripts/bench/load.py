@@ -1,10 +1,10 @@
 """The clients of the retrieval benchmark: one process, one thread, many keep-alive connections.
 
-    queries file -> each client sends the next unasked queries, waits for the reply, sends again -> LoadResult
+    queries file -> each client sends the next unasked queries, waits for the reply, sends again -> figures
 
-Hand-written HTTP/1.1 over sockets and one selector, so that the clients cost little beside the server. A run
-starts no request after `seconds`, waits for the last reply and counts everything: each CPU second of the
-server belongs to a counted reply, however long a reply takes.
+HTTP/1.1 is written by hand over sockets and one selector, so that the clients cost little beside the server.
+A run starts no request after `seconds`, waits for the last reply and counts everything. Each CPU second of
+the server then belongs to a counted reply, however long a reply takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-REPLY_TIMEOUT = 600.0  # seconds without any reply after which the server is taken for dead
+REPLY_TIMEOUT = 600.0  # seconds without any reply after which the server is considered dead
 HEAD = "POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: "
 
 
@@ -28,9 +28,9 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and its children, also of those that have ended."""
+    """Return user and system time of a process and its children, also of those that have ended."""
     times = [process.cpu_times() for process in processes_of(pid)]
-    return sum(sum(each[:2]) for each in times) + times[0].children_user + times[0].children_system
+    return sum(sum(cpu_times[:2]) for cpu_times in times) + times[0].children_user + times[0].children_system
 
 
 def run_load(
@@ -42,25 +42,35 @@ def run_load(
     first: int,
     seconds: float,
 ) -> dict[str, float]:
-    """One run against a server (port, process id): `clients` that ask `each` queries a request.
+    """Run the clients once against a server and return the figures of the run.
 
-    first: how many lines of the file were asked before; no text is asked twice: after the last line
-    come the same lines with their words rotated. Raises RuntimeError for a reply that is not a 200.
+    Args:
+        server: (port, process id).
+        clients: number of clients.
+        each: queries that a client asks in a request.
+        topk: documents for each query.
+        queries: file with a query a line. No text is asked twice: after the last line come the same lines
+            with their words rotated.
+        first: how many lines of the file were asked before.
+        seconds: no request starts after this time.
+
+    Raises:
+        RuntimeError: a reply is not a 200, or there is none for a long time.
     """
     port, pid = server
     lines = queries.read_text(encoding="utf-8").splitlines()
-    asked = first
+    num_asked = first
 
     def new_request() -> bytes:
-        nonlocal asked
+        nonlocal num_asked
         texts = []
-        for number in range(asked, asked + each):
-            turn, place = divmod(number, len(lines))
-            words = lines[place].split()
+        for number in range(num_asked, num_asked + each):
+            turn, index = divmod(number, len(lines))
+            words = lines[index].split()
             if turn >= len(words):
                 raise RuntimeError(f"no unasked query is left after {number}: make a longer queries file")
             texts.append(" ".join(words[turn:] + words[:turn]))
-        asked += each
+        num_asked += each
         body = json.dumps({"queries": texts, "topk": topk, "return_scores": True})
         return f"{HEAD}{len(body)}\r\n\r\n{body}".encode("ascii")
 
@@ -72,7 +82,8 @@ def run_load(
             connection = socket.create_connection(("127.0.0.1", port), timeout=REPLY_TIMEOUT)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(new_request())
-            selector.register(connection, selectors.EVENT_READ, [time.perf_counter(), b""])  # sent at, reply
+            # The state of a connection: when its request was sent, and the reply so far.
+            selector.register(connection, selectors.EVENT_READ, [time.perf_counter(), b""])
         while selector.get_map():
             ready = selector.select(REPLY_TIMEOUT)
             if not ready:
@@ -99,9 +110,9 @@ def run_load(
     wall = time.perf_counter() - start
     server_cpu = cpu_seconds(pid) - cpu_before
     return {
-        "queries": asked - first,
-        "queries_per_s": (asked - first) / wall,
-        "queries_per_cpu_s": (asked - first) / max(server_cpu, 0.01),  # CPU time ticks every 10 ms
+        "queries": num_asked - first,
+        "queries_per_s": (num_asked - first) / wall,
+        "queries_per_cpu_s": (num_asked - first) / max(server_cpu, 0.01),  # CPU time ticks every 10 ms
         "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
         "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
         "rss_mb": sum(process.memory_info().rss for process in processes_of(pid)) / 1e6,

@@ -18,13 +18,24 @@ from verl.utils.records.files import read_lines
 def train_microworld(
     work: Path, name: str, device: str, settings: Sequence[str]
 ) -> tuple[float, list[float], float]:
-    """(sampled EM at the end, seconds of each step, of the whole run) with the shipped settings and these; on
-    CPU two steps and 8 test questions. work: for the world, the run and its logs. RuntimeError: it failed.
+    """Train with the shipped settings and with `settings`; on CPU two steps with 8 test questions.
+
+    Args:
+        work: folder for the world, the run and its logs.
+        name: name of the run.
+        device: cuda or cpu.
+        settings: more settings of the run.
+
+    Returns:
+        (sampled EM at the end, seconds of each step, seconds of the whole run).
+
+    Raises:
+        RuntimeError: the run failed.
     """
     world = work / "microworld"
     run = work / f"run-{name}"
     log = work / f"{name}.log"
-    shutil.rmtree(run, ignore_errors=True)  # of an earlier measurement
+    shutil.rmtree(run, ignore_errors=True)  # an earlier measurement may have left it
     if not (world / "corpus.jsonl").exists():
         write_world(0, world, num_train=4096, num_test=400, num_3hop=200)
     with running(bm25_server(world / "corpus.jsonl"), work / "search.log") as (port, _):
@@ -41,6 +52,6 @@ def train_microworld(
     if status:
         end = log.read_text(errors="replace")[-2000:]
         raise RuntimeError(f"the run ended with {status}:\n{end}")
-    steps = [one["timing_s/step"] for one in read_lines(run / "metrics.jsonl") if "timing_s/step" in one]
+    steps = [row["timing_s/step"] for row in read_lines(run / "metrics.jsonl") if "timing_s/step" in row]
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     return summary["em_after"], steps, seconds

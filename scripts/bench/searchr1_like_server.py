@@ -3,8 +3,9 @@
     POST /retrieve -> FastAPI, a `def` handler in the thread pool
         -> Pyserini's LuceneSearcher.search for each query in turn -> rows of a datasets table
 
-Written for the comparison: no code of Search-R1. It runs with its own Python and imports nothing of this
-repository, only what a user of Search-R1 installs: Pyserini, datasets, FastAPI and plain uvicorn.
+It was written for the comparison and has no code of Search-R1. It runs with its own Python and imports
+nothing of this repository, only what a user of Search-R1 installs: Pyserini, datasets, FastAPI and plain
+uvicorn.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
     searcher = LuceneSearcher(options.index)
     app = FastAPI()
 
-    @app.post("/retrieve", response_model=None)  # as where no return type is declared
+    @app.post("/retrieve", response_model=None)  # the same as without a declared return type
     def retrieve(request: LuceneRequest) -> Any:
         result = []
         for query in request.queries:  # one Lucene search after the other

@@ -1,4 +1,4 @@
-"""Starts and stops the servers that a benchmark compares, and keeps what they print."""
+"""Helpers that start and stop the servers that a benchmark compares, and keep what they print."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 import httpx
 
 READY_TIMEOUT = 1800.0  # seconds; a comparison server first writes its Arrow copy of the corpus
-PORT = "{port}"  # stands in a command for the port
+PORT = "{port}"  # in a command it stands for the port
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def bm25_server(corpus: Path, *more: str) -> list[str]:
-    """The command of this project's server over a corpus. more: of its flags."""
+    """Return the command of this project's server over a corpus; `more` are further flags."""
     command = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
     return [*command, "--retriever_name", "bm25", "--corpus_path", str(corpus), *more]
 
@@ -37,14 +37,15 @@ def _answers(port: int) -> bool:
 
 @contextlib.contextmanager
 def running(command: list[str], log_path: Path) -> Iterator[tuple[int, int]]:
-    """(port, process id) of the server of `command` while the block runs; PORT in it becomes a free port.
+    """Run the server of `command` while the block runs, and yield its port and process id.
 
-    Raises RuntimeError with the end of its log when it ends before it answers.
+    PORT in the command becomes a free port. Raises RuntimeError with the end of the server's log if the
+    server ends before it answers.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [part.replace(PORT, str(port)) for part in command]
+    command = [word.replace(PORT, str(port)) for word in command]
     deadline = time.monotonic() + READY_TIMEOUT
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT)

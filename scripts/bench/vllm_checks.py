@@ -1,4 +1,4 @@
-"""vLLM as we drive it beside vLLM's own way, and servers apart: for benchmarks and the acceptance run."""
+"""Our use of vLLM beside vLLM's own, and servers apart: for benchmarks and the acceptance run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from verl.workers.rollout.base import EngineUnavailable, SamplingParams
 from verl.workers.rollout.build import other_devices
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
-Measure = Callable[[Callable[[], Any]], float]  # of a step
+Measure = Callable[[Callable[[], Any]], float]  # measures a step
 
 
 def our_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) -> float:
-    """Measures steps of so many sessions, each of which has room for `length` tokens."""
+    """Measure steps of so many sessions, each of which has room for `length` tokens."""
     params = [SamplingParams(length - 4, seed=seed, ignore_eos=True) for seed in range(sessions)]
-    ids = [engine.open([seed % 90, 5, 6], one) for seed, one in enumerate(params)]
+    ids = [engine.open([seed % 90, 5, 6], session_params) for seed, session_params in enumerate(params)]
     try:
         return measure(engine.step)
     finally:
@@ -32,7 +32,10 @@ def our_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) ->
 
 
 def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure, seeded: bool = True) -> float:
-    """The same of vLLM's own engine, sampler and outputs, with a log-prob for each request, and a seed."""
+    """Measure the same with vLLM's own engine, sampler and outputs.
+
+    Each request has a log-prob, and a seed if `seeded`.
+    """
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
@@ -42,7 +45,7 @@ def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure, 
     slots = engine._scheduler.kv_cache_manager
     runner = llm.model_executor.driver_worker.worker.model_runner
     sampler = runner.sampler
-    seldom = slots.__dict__.pop("allocate_slots", slots.allocate_slots)
+    allocate_slots = slots.__dict__.pop("allocate_slots", slots.allocate_slots)
     runner.sampler = Sampler(logprobs_mode="processed_logprobs")
     for seed in range(sessions):
         params = VllmSamplingParams(
@@ -60,12 +63,14 @@ def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure, 
     finally:
         llm.abort_request([str(seed) for seed in range(sessions)])
         runner.sampler = sampler
-        slots.allocate_slots = seldom
+        slots.allocate_slots = allocate_slots
 
 
 def decode(place: Place) -> Iterator[Line]:
-    """Tokens a second of both, by turns, vLLM's own also with seeds, where it draws row by row; then the same
-    while vLLM schedules a step ahead (which its CPU build does not do), which must sample the same.
+    """Measure tokens a second of both, by turns.
+
+    vLLM's own way is also measured with seeds, where it draws row by row. Then the same is measured while
+    vLLM schedules a step ahead (which its CPU build does not do); this must sample the same tokens.
     """
     sessions, steps = (256, 200) if place.device == "cuda" else (16, 20)
     sizes = {"gpu_memory_utilization": 0.4} if place.device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
@@ -87,21 +92,21 @@ def decode(place: Place) -> Iterator[Line]:
         sizes |= {"max_model_len": length, "max_num_seqs": sessions, "async_scheduling": ahead}
         engine = VllmEngine(place.model(), dtype="bfloat16", **sizes)
         engine.load_weights(weights(place), 1)
-        took = [[way(engine, sessions, length, seconds) for way in ways] for _ in range(rounds)]
+        round_seconds = [[way(engine, sessions, length, seconds) for way in ways] for _ in range(rounds)]
         tokens.append(_sampled(engine))
         engine.shutdown()
-        ours, theirs, seeded = (sorted(times)[rounds // 2] for times in zip(*took, strict=True))
+        ours, theirs, seeded = (sorted(times)[rounds // 2] for times in zip(*round_seconds, strict=True))
         rates += [sessions * steps / ours, sessions * steps / theirs]
         words = f"{rates[-2]:,.0f} and {rates[-1]:,.0f} tokens/s of {sessions} sessions"
         yield Line(f"{name}, of vLLM's own with seeds", seeded / ours, "")
         yield place.line(f"{name}, of vLLM's own", theirs / ours, words)
     yield Line("decode ahead, of decode", rates[2] / rates[0], "")
-    equal = [one == other for one, other in zip(*tokens, strict=True)]
+    equal = [token == token_ahead for token, token_ahead in zip(*tokens, strict=True)]
     yield place.line("decode ahead, tokens equal", sum(equal) / len(equal), f"of {len(equal)}, same seeds")
 
 
 def _sampled(engine: VllmEngine) -> list[int]:
-    """The tokens of 64 turns of 32 tokens, in the order of the turns."""
+    """Return the tokens of 64 turns of 32 tokens, in the order of the turns."""
     ids = [engine.open([seed, 5, 6], SamplingParams(32, seed=seed, ignore_eos=True)) for seed in range(64)]
     ended: dict[int, list[int]] = {}
     while engine.has_runnable:
@@ -112,7 +117,10 @@ def _sampled(engine: VllmEngine) -> list[int]:
 
 
 def apart(place: Place) -> Iterator[Line]:
-    """Weights to a server of its own, and how long it takes to notice that it was killed amid a transfer."""
+    """Send weights to a server of its own, and measure how long it takes to notice a killed server.
+
+    The server is killed amid a transfer.
+    """
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
     from verl.workers.rollout.vllm.server import VllmServers
     from verl.workers.rollout.vllm.weight_transfer import WeightSender
@@ -137,7 +145,7 @@ def apart(place: Place) -> Iterator[Line]:
     )
     try:
         pairs = [(name, tensor.to(device)) for name, tensor in weights(place)]
-        engine.load_weights(pairs, 1)  # which makes the group
+        engine.load_weights(pairs, 1)  # this also makes the group
         begun = time.perf_counter()
         engine.load_weights(pairs, 2)
         size = sum(tensor.nbytes for _, tensor in pairs) / 2**30
@@ -151,16 +159,16 @@ def apart(place: Place) -> Iterator[Line]:
                     killed[0] = time.perf_counter()
                 yield pair
 
-        said = "it is not"
+        notice = "it is not"
         try:
             engine.load_weights(until_the_middle(), 3)
         except EngineUnavailable as error:
-            said = f"s: {str(error).splitlines()[0][:90]}"
-        yield place.line("a killed server is noticed", time.perf_counter() - killed[0], said)
+            notice = f"s: {str(error).splitlines()[0][:90]}"
+        yield place.line("a killed server is noticed", time.perf_counter() - killed[0], notice)
     finally:
         engine.shutdown()
 
 
 def weights(place: Place) -> list[tuple[str, Tensor]]:
-    """Of the place's model, in bfloat16, on the host."""
+    """Return the weights of the place's model, in bfloat16, on the host."""
     return list(plain_parameters(load_policy({"path": str(place.model())}, torch.bfloat16).model, None))

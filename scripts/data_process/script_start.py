@@ -1,4 +1,4 @@
-"""Starts `data_prep.qa_search` as the script of Search-R1 that imports this, from any folder."""
+"""Start `data_prep.qa_search` as the script of Search-R1 that imports this, from any folder."""
 
 import sys
 from pathlib import Path

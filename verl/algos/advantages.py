@@ -3,20 +3,22 @@
     estimator_inputs(name)           -> what has to be computed before (values, reward_baselines, ...)
     compute_advantage(name, inputs)  -> advantages, returns [N, R]
 
-The estimators stand in `group_estimators` and `token_estimators`. A user's own is registered with
-`register_adv_est`, or named by its import path; it names as parameters the fields of `AdvantageInputs` that
-it needs.
+The estimators are defined in `group_estimators` and `token_estimators`. You register an estimator of your own
+with `register_adv_est`, or name it by its import path. Its parameters are named after the fields of
+`AdvantageInputs` that it needs.
 
 Credit for turns (MT-GRPO and MT-PPO, Zeng et al. 2025, arXiv:2505.11821) gives the tokens of a turn a reward
 of their own. A turn is what the policy sampled between two observations. A useful reward for searching is 1
-for the first search whose documents hold the answer and 0 for every other search: asking again wins nothing.
+for the first search whose documents hold the answer and 0 for every other search: searching again then wins
+nothing.
 
     turn_ids       0 0 0 -1 -1 1 1 -1 2 2      three turns, observations between them
     turn_rewards   [0., 1., nan]               the second search found it; the answer has the outcome alone
 
-`turn_credit` is its weight. An estimator that is registered as `token_wise` credits each token with the
-rewards that come after it: turn_credit * reward is added to the reward of the turn's last sampled token. With
-any other one A_t = A_outcome + turn_credit * A_turn(turn of t), see `turn_advantages`.
+`turn_credit` is the weight of these rewards. An estimator that is registered as `token_wise` credits each
+token with the rewards that come after it. For such an estimator, turn_credit * reward is added to the reward
+of the turn's last sampled token. With any other estimator, A_t = A_outcome + turn_credit * A_turn(turn of t),
+see `turn_advantages`.
 """
 
 from __future__ import annotations
@@ -57,28 +59,38 @@ class AdvantageEstimator(str, Enum):
 
 
 def outcome_scores(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
-    """[N] float64: the sum of each row's rewards [N, R] over its sampled tokens (mask [N, R] bool)."""
+    """Return the sum of each row's rewards over its sampled tokens, [N] float64.
+
+    Args:
+        token_level_rewards: [N, R].
+        mask: [N, R] bool, True where the policy sampled the token.
+    """
     return token_level_rewards.masked_fill(~mask, 0.0).double().sum(dim=-1)
 
 
 def spread(row_advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gives every sampled token of a row the row's advantage, [N, R]; the returns are the same numbers."""
+    """Return (advantages, returns) [N, R] that give every sampled token of a row the row's advantage.
+
+    The returns are the same numbers as the advantages. Both are 0 where nothing was sampled.
+    """
     advantages = row_advantages.to(dtype).unsqueeze(-1).expand(mask.shape).masked_fill(~mask, 0.0)
     return advantages, advantages.clone()
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows are compared with each other, and statistics over them in float64.
+    """The rows that are compared with each other, and statistics over them in float64.
 
-    Rows whose scores are equal get their very score as the group's mean, so that their advantage is exactly 0
-    (a plain float sum would leave some 1e-8, which a division by a vanishing standard deviation blows up).
-    Every method takes values [N] and gives each row its group's figure, [N] float64. Rows that are not
-    `taken` count nowhere, whatever their value is (NaN too).
+    If all scores of a group are equal, the group's mean is exactly that score, so that the advantages are
+    exactly 0. A plain sum of floats would leave some 1e-8, which a division by a vanishing standard deviation
+    blows up.
+
+    Every method takes values [N] and returns, for each row, the figure of the row's group, [N] float64. Rows
+    that are not `taken` count nowhere, whatever their value is (NaN too).
 
     Attributes:
         ids: [N] int64, the number of each row's group.
-        taken: [N] bool.
+        taken: [N] bool, the rows that count.
     """
 
     ids: Tensor
@@ -86,8 +98,9 @@ class Groups:
 
     @classmethod
     def of(cls, index: Iterable[Hashable], taken: Tensor) -> Groups:
-        """Groups the rows whose entry of `index` (the uid) is the same object or an equal one. ValueError:
-        `index` has not one entry for each row.
+        """Group the rows whose entries of `index` (their uids) are the same object or equal.
+
+        Raises ValueError if `index` does not have one entry for each row.
         """
         numbers: dict[Hashable, int] = {}
         keys = index.tolist() if isinstance(index, Tensor) else index
@@ -99,33 +112,39 @@ class Groups:
         return cls(torch.tensor(ids, dtype=torch.int64, device=taken.device), taken)
 
     def sum(self, x: Tensor) -> Tensor:
-        kept = torch.where(self.taken, x.double(), 0.0)
-        return kept.new_zeros(self._num_groups()).index_add(0, self.ids, kept)[self.ids]
+        values = torch.where(self.taken, x.double(), 0.0)
+        return values.new_zeros(self._num_groups()).index_add(0, self.ids, values)[self.ids]
 
     def count(self) -> Tensor:
         return self.sum(torch.ones_like(self.ids))
 
     def max(self, x: Tensor) -> Tensor:
-        """The largest taken value; -inf in a group without one."""
-        kept = torch.where(self.taken, x.double(), -torch.inf)
-        lowest = kept.new_full((self._num_groups(),), -torch.inf)
-        return lowest.scatter_reduce(0, self.ids, kept, "amax")[self.ids]
+        """Return the largest taken value, or -inf in a group that has none."""
+        values = torch.where(self.taken, x.double(), -torch.inf)
+        lowest = values.new_full((self._num_groups(),), -torch.inf)
+        return lowest.scatter_reduce(0, self.ids, values, "amax")[self.ids]
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The (weighted) mean; equal values give that very value. 0 where the weights add up to 0."""
+        """Return the (weighted) mean, or 0 where the weights add up to 0.
+
+        The mean of equal values is exactly that value.
+        """
         weights = torch.ones_like(x, dtype=torch.float64) if weights is None else weights.double()
         total = self.sum(weights)
         top = torch.where(total > 0, self.max(x), 0.0)
         return torch.where(total > 0, top + self.sum(weights * (x - top)) / total.clamp(min=1e-300), 0.0)
 
     def std(self, x: Tensor) -> Tensor:
-        """The unbiased standard deviation; 1 where the group has one row."""
+        """Return the unbiased standard deviation, or 1 where the group has one row."""
         count = self.count()
         variance = self.sum((x - self.mean(x)).square()) / (count - 1).clamp(min=1)
         return torch.where(count > 1, variance.sqrt(), 1.0)
 
     def centred(self, x: Tensor) -> Tensor:
-        """x minus its group's mean. A row that is alone has nothing to be compared with: its x stays."""
+        """Return x minus its group's mean.
+
+        A row that is alone in its group has nothing to be compared with: its x stays as it is.
+        """
         return x - torch.where(self.count() > 1, self.mean(x), 0.0)
 
     def _num_groups(self) -> int:
@@ -135,9 +154,12 @@ class Groups:
 class RunningBaseline:
     """A running mean of scores for each key (a data source, or data source and role), kept over steps.
 
-    b <- decay^n * b + (1 - decay^n) * mean for n new scores with that mean: the exponential moving average of
-    n updates, in whatever order the rows stand. A key that is new starts at 0. decay: what is left of the old
-    value after one score, in [0, 1). values: key -> the running mean.
+    For n new scores with a given mean, b <- decay^n * b + (1 - decay^n) * mean. This is the exponential
+    moving average of n updates, in whatever order the rows stand. A new key starts at 0.
+
+    Attributes:
+        decay: the share of the old value that remains after one score, in [0, 1).
+        values: the running mean of each key.
     """
 
     def __init__(self, decay: float = 0.95) -> None:
@@ -145,14 +167,16 @@ class RunningBaseline:
         self.values: dict[str, float] = {}
 
     def baselines(self, keys: Sequence[str] | np.ndarray) -> Tensor:
-        """[N] float64: the running mean of each row's key."""
+        """Return the running mean of each row's key, [N] float64."""
         return torch.tensor([self.values.get(str(key), 0.0) for key in keys], dtype=torch.float64)
 
     def update(
         self, token_level_rewards: Tensor, response_mask: Tensor, baseline_keys: Sequence[str] | np.ndarray
     ) -> None:
-        """Takes in the scores of a step, after its advantages: rewards [N, R] summed over the sampled tokens
-        of each row. Rows without a sampled token don't count.
+        """Update the running means with the scores of a step, after its advantages have been computed.
+
+        A row's score is the sum of its rewards [N, R] over its sampled tokens. Rows without a sampled token
+        don't count.
         """
         mask = response_mask.bool()
         keys = [str(key) for key in baseline_keys]
@@ -162,13 +186,13 @@ class RunningBaseline:
         counts = groups.count().tolist()
         new = {}
         for key, mean, count in zip(keys, means, counts, strict=True):
-            kept = self.decay**count
+            old_share = self.decay**count
             if count:
-                new[key] = kept * self.values.get(key, 0.0) + (1 - kept) * mean
+                new[key] = old_share * self.values.get(key, 0.0) + (1 - old_share) * mean
         self.values |= new
 
     def state_dict(self) -> dict[str, Any]:
-        """The running means; plain JSON."""
+        """Return the running means as plain JSON."""
         return {"values": dict(self.values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,29 +201,32 @@ class RunningBaseline:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
-    """What estimators are made of: all rows of a step. N trajectories, R response tokens, T turns.
+    """The inputs of the estimators: all rows of a step. N trajectories, R response tokens, T turns.
 
-    Nothing under a 0 of the mask has any influence. A field that no estimator of the run reads stays None.
+    Where the mask is 0, nothing has any influence. A field that no estimator of the run reads stays None.
 
     Attributes:
-        token_level_rewards: [N, R] float, the outcome on the last sampled token, a KL penalty on any of them.
+        token_level_rewards: [N, R] float. The outcome is on the last sampled token, a KL penalty on any of
+            them.
         response_mask: [N, R], 1 where the policy sampled the token.
         index: [N] uid of each row: one prompt of one step. Rows with equal uids are a group.
         values: [N, R] the critic's value of the state before each token.
-        gamma, lam: discount per sampled token, and lambda of GAE.
+        gamma: discount per sampled token.
+        lam: lambda of GAE.
         norm_adv_by_std_in_grpo: whether group estimators divide by the group's standard deviation.
         reward_baselines: [N] score of the greedy answer to the row's prompt.
         reward_components: name -> [N], the rewards that the outcome is made of.
-        reward_weights: name -> weight of that component; 1 where it is not named.
+        reward_weights: name -> weight of that component; 1 for a component that is not named.
         old_log_probs: [N, R] log-probability of each sampled token under the policy before the update.
         sum_pi_squared: [N, R] sum over the vocabulary of that policy's squared probabilities.
         rollout_is_weights: [N, R] importance weights that the loss will be multiplied with.
-        running_baseline: kept over steps. Estimators only read it: afterwards call its `update`.
+        running_baseline: means that are kept over steps. Estimators only read it; call its `update`
+            afterwards.
         baseline_keys: [N] which running mean each row belongs to (its data source, or data source/role).
         turn_ids: [N, R] int64 number of the turn, from 0, that each sampled token belongs to; -1 elsewhere.
         turn_rewards: [N, T] reward of each turn, NaN where a turn has none of its own.
         turn_credit: weight of the turn rewards; 0 leaves them out.
-        config: the configuration's `algorithm` block, for a user's own estimator.
+        config: the configuration's `algorithm` block, for an estimator of your own.
     """
 
     token_level_rewards: Tensor
@@ -224,11 +251,15 @@ class AdvantageInputs:
 
 
 def register_adv_est(name: str | Enum, token_wise: bool = False) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator: makes an estimator known under a name, for `algorithm.adv_estimator`.
+    """Register an estimator under a name, for `algorithm.adv_estimator`; use it as a decorator.
 
-    The function names as parameters those fields of `AdvantageInputs` that it needs (one with `**kwargs` gets
-    all that there are); it returns (advantages, returns), both [N, R]. token_wise: it credits each token with
-    the rewards that come after it, so that a turn's reward can be one of them.
+    The function's parameters are named after the fields of `AdvantageInputs` that it needs. A function with
+    `**kwargs` gets all fields that are not None. It returns (advantages, returns), both [N, R].
+
+    Args:
+        name: the name to register.
+        token_wise: whether the estimator credits each token with the rewards that come after it, so that a
+            turn's reward can be one of them.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
@@ -241,20 +272,21 @@ def register_adv_est(name: str | Enum, token_wise: bool = False) -> Callable[[Ad
 
 
 def get_adv_estimator_fn(name: str | Enum) -> AdvantageFn:
-    """The estimator registered under a name, or at an import path `package.module:function`."""
+    """Return the estimator registered under a name, or found at an import path `package.module:function`."""
     return ADV_ESTIMATORS.get(name)
 
 
 def is_token_wise(name: str | Enum) -> bool:
-    """Whether the named estimator is registered as one that credits tokens with what comes after them."""
+    """Return whether the named estimator is registered as `token_wise` (see `register_adv_est`)."""
     return get_adv_estimator_fn(name) in _TOKEN_WISE
 
 
 def estimator_inputs(name: str | Enum, turn_credit: float = 0.0) -> set[str]:
-    """Those fields of `AdvantageInputs` that the named estimator asks for by name, optional ones included,
-    and with a `turn_credit` what that takes. What is not in it need not be computed: "values" stands for a
-    critic, "index" for groups (or for what turns are compared in), "reward_baselines" for greedy rollouts,
-    and so on.
+    """Return the fields of `AdvantageInputs` that the named estimator uses, optional ones included.
+
+    With a `turn_credit`, the fields that credit for turns needs are included. A field that is not in the set
+    need not be computed: "values" stands for a critic, "index" for groups (or for the groups in which turns
+    are compared), "reward_baselines" for greedy rollouts, and so on.
     """
     fn = get_adv_estimator_fn(name)
     inputs = {field.name for field in fields(AdvantageInputs)} & named_inputs(fn)
@@ -264,13 +296,14 @@ def estimator_inputs(name: str | Enum, turn_credit: float = 0.0) -> set[str]:
 
 
 def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N, R] of the named estimator; both are 0 where nothing was sampled. ValueError:
-    an input that the estimator needs is None, or does not fit the others.
+    """Compute (advantages, returns) [N, R] with the named estimator; both are 0 where nothing was sampled.
+
+    Raises ValueError if an input that the estimator needs is None or does not fit the others.
     """
     fn = get_adv_estimator_fn(adv_estimator)
-    what = f"Estimator {plain_name(adv_estimator)!r}"
+    estimator_label = f"Estimator {plain_name(adv_estimator)!r}"
     if not inputs.turn_credit:
-        return call_with(fn, inputs, what)
+        return call_with(fn, inputs, estimator_label)
     if inputs.turn_ids is None or inputs.turn_rewards is None:
         raise ValueError("Credit for turns needs turn_ids and turn_rewards, which this batch does not have.")
     mask = inputs.response_mask
@@ -278,9 +311,9 @@ def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tup
     credit = inputs.turn_credit
     if fn in _TOKEN_WISE:
         rewards = add_turn_rewards(inputs.token_level_rewards, mask, *turns, credit)
-        return call_with(fn, replace(inputs, token_level_rewards=rewards), what)
+        return call_with(fn, replace(inputs, token_level_rewards=rewards), estimator_label)
     assert inputs.index is not None
-    advantages, returns = call_with(fn, inputs, what)
+    advantages, returns = call_with(fn, inputs, estimator_label)
     by_turn = turn_advantages(mask, *turns, inputs.index, inputs.norm_adv_by_std_in_grpo)
     return advantages + (credit * by_turn).to(advantages.dtype), returns
 
@@ -288,7 +321,7 @@ def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tup
 def add_turn_rewards(
     token_level_rewards: Tensor, response_mask: Tensor, turn_ids: Tensor, turn_rewards: Tensor, weight: float
 ) -> Tensor:
-    """[N, R]: the rewards with `weight` * the turn's reward added on the last sampled token of each turn.
+    """Return the rewards [N, R] with `weight` * the turn's reward added on each turn's last sampled token.
 
     NaN, and the rewards of turns without a sampled token, add nothing.
     """
@@ -297,8 +330,8 @@ def add_turn_rewards(
     columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     last = columns.new_full((len(mask), turn_rewards.shape[1] + 1), -1)
     last = last.scatter_reduce(1, turns + 1, columns, "amax")[:, 1:]
-    takes = (last >= 0) & ~turn_rewards.isnan()
-    added = torch.where(takes, weight * turn_rewards, 0.0).to(token_level_rewards.dtype)
+    has_reward = (last >= 0) & ~turn_rewards.isnan()
+    added = torch.where(has_reward, weight * turn_rewards, 0.0).to(token_level_rewards.dtype)
     rewards = token_level_rewards.masked_fill(~mask, 0.0)
     return rewards.scatter_add(1, last.clamp(min=0), added)
 
@@ -311,22 +344,22 @@ def turn_advantages(
     normalise: bool = True,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """[N, R] float64: how much better each turn did than the same turn of the others of its group.
+    """Compute how much better each turn did than the same turn of the others of its group, [N, R] float64.
 
     The return of turn k is the sum of the rewards of turns k, k+1, .. of its row. Among the rows of a uid
-    whose turn k has a reward: A_turn = (return - mean) / (std + epsilon), without the division unless
-    `normalise`. 0 where the turn has no reward, and where no other row's turn k has one.
+    whose turn k has a reward, A_turn = (return - mean) / (std + epsilon). The division is left out unless
+    `normalise` is set. A_turn is 0 where the turn has no reward, and where no other row's turn k has one.
 
-    Zeng et al. have two turns, of which the first has a reward; for more of them this sums up what is to
-    come, as GTPO does (Ding et al. 2025, arXiv:2511.14846; here undiscounted).
+    Zeng et al. have two turns, of which the first has a reward. For more turns this function sums up the
+    rewards that are still to come, as GTPO does (Ding et al. 2025, arXiv:2511.14846), but without a discount.
     """
     mask = response_mask.bool()
     turns = turn_ids.masked_fill(~mask, -1)
     num_turns = turn_rewards.shape[1]
     has_tokens = turns.new_zeros(len(turns), num_turns + 1).scatter(1, turns + 1, 1)[:, 1:].bool()
     rewarded = has_tokens & ~turn_rewards.isnan()
-    kept = torch.where(rewarded, turn_rewards.double(), 0.0)
-    returns = kept.flip(1).cumsum(1).flip(1)
+    rewards = torch.where(rewarded, turn_rewards.double(), 0.0)
+    returns = rewards.flip(1).cumsum(1).flip(1)
 
     rows = Groups.of(index, mask.any(dim=-1))
     turn_numbers = torch.arange(num_turns, device=mask.device)

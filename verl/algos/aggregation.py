@@ -1,5 +1,6 @@
-"""From per-token losses to a scalar: means over the tokens that the policy sampled, and the two losses that
-are little more than that (the critic's, and echo's).
+"""Aggregation of per-token losses to a scalar: means over the tokens that the policy sampled.
+
+The two losses that are little more than such a mean are here too: the critic's, and echo's.
 
     per-token losses [B, R], mask --agg_loss, LossDenominator--> a micro-batch's share of the loss
 
@@ -30,47 +31,57 @@ LOSS_AGG_MODES = (
 
 
 def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon), mean and unbiased variance taken where mask is 1; 0 elsewhere."""
+    """Return (x - mean) / sqrt(var + epsilon) where the mask is 1, and 0 elsewhere.
+
+    The mean and the unbiased variance are taken over the values where the mask is 1.
+    """
     mask = mask.bool()
-    kept = values[mask]
-    if kept.numel() == 0:
+    selected = values[mask]
+    if selected.numel() == 0:
         return torch.zeros_like(values)
-    variance = kept.var() if kept.numel() > 1 else kept.new_zeros(())
-    return ((values - kept.mean()) * torch.rsqrt(variance + epsilon)).masked_fill(~mask, 0.0)
+    variance = selected.var() if selected.numel() > 1 else selected.new_zeros(())
+    return ((values - selected.mean()) * torch.rsqrt(variance + epsilon)).masked_fill(~mask, 0.0)
 
 
 def denominator_counts(mask: Tensor, prompt_rows: Tensor | None = None) -> list[float]:
-    """[sampled tokens, rows with at least one, prompts] of these rows: what is summed over ranks for
-    `LossDenominator.from_counts`.
+    """Return the counts [sampled tokens, rows with at least one, prompts] of these rows.
 
-    mask [B, R]. prompt_rows [B]: how many non-empty rows of the whole mini-batch have the row's uid, so that
-    the rows of a prompt count 1 together on whatever ranks they are; without it prompts count 0.
+    Sum them over the ranks and pass the sums to `LossDenominator.from_counts`.
+
+    Args:
+        mask: [B, R], 1 where the policy sampled the token.
+        prompt_rows: [B], for each row the number of non-empty rows of the whole mini-batch with the same uid.
+            The rows of a prompt then count 1 together, on whatever ranks they are. Without it prompts count
+            0.
     """
     mask = mask.bool()
-    full = mask.any(dim=-1)
-    prompts = 0.0 if prompt_rows is None else float((1.0 / prompt_rows[full].double()).sum())
-    return [float(mask.sum()), float(full.sum()), prompts]
+    has_tokens = mask.any(dim=-1)
+    prompts = 0.0 if prompt_rows is None else float((1.0 / prompt_rows[has_tokens].double()).sum())
+    return [float(mask.sum()), float(has_tokens.sum()), prompts]
 
 
 @dataclass(frozen=True, eq=False)
 class LossDenominator:
-    """What a loss over the whole mini-batch (all micro-batches, all ranks) is divided by.
+    """The counts that a loss over the whole mini-batch (all micro-batches, all ranks) is divided by.
 
-    A micro-batch's losses and metrics divided by these add up to those of the whole mini-batch, however it
-    was split.
+    The losses and metrics of the micro-batches, divided by these counts, add up to those of the whole
+    mini-batch, however it was split.
 
-    Attributes:
-        num_tokens: sampled tokens. num_sequences: rows with at least one (turns, with `rollout.step_wise`).
-        scale_factor: constant that seq-mean-token-sum-norm divides by (`actor.loss_scale_factor`); None: the
-            width R of the losses, that of the step's longest response (verl pads all steps to one width).
-        num_prompts: uids with a sampled token; tokens_of_prompt: [B], for each row the sampled tokens of all
-            rows of the mini-batch with its uid. Both for prompt-mean only.
-
-    An actor makes it from counts, and takes the rows of each micro-batch out of it:
+    An actor makes the denominator from counts, and takes the rows of each micro-batch out of it:
 
         counts = reduce_sum_over_ranks(denominator_counts(mask, prompt_rows))
         whole = LossDenominator.from_counts(counts, scale_factor, prompt_tokens)  # rows of this rank
         agg_loss(losses[rows], mask[rows], mode, whole.of_rows(rows))
+
+    Attributes:
+        num_tokens: sampled tokens.
+        num_sequences: rows with at least one sampled token. With `rollout.step_wise` a row is a turn.
+        scale_factor: the constant that seq-mean-token-sum-norm divides by (`actor.loss_scale_factor`). None
+            stands for the width R of the losses, that of the step's longest response (verl pads all steps to
+            one width).
+        num_prompts: uids with a sampled token. For prompt-mean only.
+        tokens_of_prompt: [B], for each row the sampled tokens of all rows of the mini-batch with its uid. For
+            prompt-mean only.
     """
 
     num_tokens: float
@@ -83,8 +94,10 @@ class LossDenominator:
     def of(
         cls, mask: Tensor, uids: Sequence[Any] | np.ndarray | None = None, scale_factor: float | None = None
     ) -> LossDenominator:
-        """Counts the [N, R] mask of a whole mini-batch; `uids` [N] name each row's prompt. An empty one gives
-        a loss of 0.
+        """Count the [N, R] mask of a whole mini-batch; `uids` [N] name each row's prompt.
+
+        The counts of an empty mini-batch give a loss of 0. Raises ValueError if there is not one uid for each
+        row.
         """
         if uids is None:
             return cls.from_counts(denominator_counts(mask), scale_factor)
@@ -102,14 +115,16 @@ class LossDenominator:
         scale_factor: float | None = None,
         tokens_of_prompt: Tensor | None = None,
     ) -> LossDenominator:
-        """From `denominator_counts` summed over ranks; at least 1 each. The sum of fractions that counts the
-        prompts is rounded, to be the same for every distribution of the rows.
+        """Make a denominator from the `denominator_counts` that were summed over the ranks.
+
+        Each count is at least 1. The count of prompts is a sum of fractions; it is rounded so that it is the
+        same for every distribution of the rows.
         """
         tokens, sequences, prompts = (max(float(round(count)), 1.0) for count in counts)
         return cls(tokens, sequences, scale_factor, prompts, tokens_of_prompt)
 
     def of_rows(self, rows: Sequence[int] | Tensor) -> LossDenominator:
-        """The same denominator for some of the rows, in that order."""
+        """Return the same denominator for some of the rows, in the order of `rows`."""
         if self.tokens_of_prompt is None:
             return self
         index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens_of_prompt.device)
@@ -117,8 +132,14 @@ class LossDenominator:
 
 
 def prompt_counts(mask: Tensor, uids: Sequence[Any] | np.ndarray) -> tuple[Tensor, Tensor]:
-    """(tokens, rows) [N] int64: sampled tokens, and rows with at least one, of all rows with the row's uid;
-    the mask [N, R] and uids [N] of one mini-batch.
+    """Count, for each row, the sampled tokens and the non-empty rows of all rows with the row's uid.
+
+    Args:
+        mask: [N, R] of one mini-batch.
+        uids: [N] of the same mini-batch.
+
+    Returns:
+        (tokens, rows), both [N] int64. `rows` counts the rows with at least one sampled token.
     """
     mask = mask.bool()
     groups = np.unique(np.asarray(uids), return_inverse=True)[1].reshape(-1)
@@ -131,7 +152,7 @@ def prompt_counts(mask: Tensor, uids: Sequence[Any] | np.ndarray) -> tuple[Tenso
 def agg_loss(
     loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, denominator: LossDenominator | None = None
 ) -> Tensor:
-    """Reduces per-token losses [B, R] to a scalar over the entries where the mask is 1.
+    """Reduce per-token losses [B, R] to a scalar over the entries where the mask is 1.
 
     With T the sampled tokens of the mini-batch, N its rows that have one, P its prompts, n_i the tokens of
     row i and n_p those of all rows of prompt p:
@@ -143,13 +164,15 @@ def agg_loss(
         seq-mean-token-mean      sum_i (sum_t l / n_i) / N          (GRPO, arXiv:2402.03300)
         prompt-mean              sum_p (sum_{i of p, t} l / n_p) / P
 
-    T, N, P, S and n_p come from `denominator`, by default this very mask's: give the whole mini-batch's for a
-    part of it. Rows without a sampled token count nowhere. A row is a trajectory; with `rollout.step_wise` it
-    is a turn (as in SkyRL), so N counts turns and n_i is a turn's: modes without N keep the gradient, those
-    with sums keep its direction, and seq-mean-token-mean gives each turn the same weight.
+    T, N, P, S and n_p come from `denominator`, by default that of this very mask. For a part of a mini-batch,
+    pass the denominator of the whole mini-batch. Rows without a sampled token count nowhere.
+
+    A row is a trajectory. With `rollout.step_wise` it is a turn (as in SkyRL), so N counts turns and n_i is
+    the length of a turn. Modes without N then keep the gradient, those with sums keep its direction, and
+    seq-mean-token-mean gives each turn the same weight.
 
     Raises:
-        ValueError: an unknown mode, or prompt-mean without the tokens of the rows' prompts.
+        ValueError: the mode is unknown, or prompt-mean lacks the tokens of the rows' prompts.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
@@ -189,10 +212,19 @@ def compute_value_loss(
     loss_agg_mode: str = "token-mean",
     denominator: LossDenominator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped value loss: 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
+    """Compute PPO's clipped value loss, 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
 
-    vpreds V, values V_old and returns R are [N, R]. Returns (loss, fraction of tokens where the clipped
-    term is larger).
+    Args:
+        vpreds: V [N, R].
+        returns: R [N, R].
+        values: V_old [N, R].
+        response_mask: [N, R], 1 where the policy sampled the token.
+        cliprange_value: c.
+        loss_agg_mode: see `agg_loss`.
+        denominator: see `agg_loss`.
+
+    Returns:
+        (loss, fraction of tokens where the clipped term is larger).
     """
     mask = response_mask.bool()
     vpreds, returns, values = (x.masked_fill(~mask, 0.0) for x in (vpreds, returns, values))
@@ -209,12 +241,20 @@ def echo_loss(
     denominator: LossDenominator | None = None,
     loss_agg_mode: str = "token-mean",
 ) -> Tensor:
-    """Cross-entropy on the tokens of observations: the policy learns to foresee what its actions bring
-    (`echo` in prime-rl). A term of its own beside the policy loss, weighted by `actor.echo_coeff`.
+    """Compute the cross-entropy on the tokens of observations (`echo` in prime-rl).
 
-    log_prob [B, R]: the policy's log-probs of the observations' tokens; observation_mask [B, R]: 1 on these.
-    `denominator` counts the observation tokens of the whole mini-batch (by default this very mask's), not the
-    sampled ones. Returns the scalar share of the mini-batch's mean, in nats.
+    With it the policy learns to foresee what its actions bring. It is a term of its own beside the policy
+    loss, weighted by `actor.echo_coeff`.
+
+    Args:
+        log_prob: [B, R], the policy's log-probs of the observations' tokens.
+        observation_mask: [B, R], 1 on these tokens.
+        denominator: counts of the observation tokens of the whole mini-batch, not of the sampled ones; by
+            default those of this very mask.
+        loss_agg_mode: see `agg_loss`.
+
+    Returns:
+        The scalar share of the mini-batch's mean, in nats.
     """
     mask = observation_mask.bool()
     return agg_loss(-log_prob.masked_fill(~mask, 0.0), mask, loss_agg_mode, denominator)

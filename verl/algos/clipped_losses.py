@@ -1,16 +1,18 @@
-"""Policy losses that hold the ratio r near 1: PPO's clip, GSPO, GMPO, SAPO's soft gate; and Clip-Cov and
-KL-Cov, which hold back the few tokens that entropy collapses by (Cui et al. 2025, arXiv:2505.22617).
+"""Policy losses that hold the ratio r near 1, and Clip-Cov and KL-Cov.
 
-Where r is 1 their gradient is that of -A log pi. Symbols, mask and aggregation: see `policy_losses`.
+PPO's clip, GSPO, GMPO and SAPO's soft gate hold the ratio. Clip-Cov and KL-Cov hold back the few tokens that
+cause the collapse of the entropy (Cui et al. 2025, arXiv:2505.22617).
+
+Where r is 1 their gradient is that of -A log pi. For symbols, mask and aggregation see `policy_losses`.
 
 Clip-Cov and KL-Cov choose tokens out of the whole mini-batch:
 
     all rows of the mini-batch --select_*--> bool [N, R] --its rows, as `selection`--> loss of a micro-batch
 
-by cov = (A - mean A) (log pi - mean log pi), both means over all sampled tokens of the mini-batch, float64.
-Tokens are told apart by cov, then by column, then by the length of their row: where the rows stand has no
-influence. (Rows of a prompt that begin alike have equal tokens there; in the loss they differ at most by the
-weight that their row's length gives them.)
+They choose by cov = (A - mean A) (log pi - mean log pi), with both means over all sampled tokens of the
+mini-batch, in float64. Ties of cov are broken by the column, then by the length of the row, so the order of
+the rows has no influence. (Rows of a prompt that begin alike have equal tokens there. In the loss these
+differ at most by the weight that their row's length gives them.)
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clip_range, limite
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, clip_ratio_c: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)) (Schulman et al. 2017, arXiv:1707.06347,
-    eq. 7). Dual clip (Ye et al. 2019, arXiv:1912.09729, eq. 5): at most -A * clip_ratio_c where A < 0.
+    """Compute PPO's per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)).
 
-    Returns (losses, where the clip removes the gradient, where the dual clip does).
+    This is equation 7 of Schulman et al. 2017, arXiv:1707.06347. With the dual clip (Ye et al. 2019,
+    arXiv:1912.09729, eq. 5) the loss is at most -A * clip_ratio_c where A < 0.
+
+    Returns:
+        (losses, where the clip removes the gradient, where the dual clip removes it).
     """
     if clip_ratio_c is not None and clip_ratio_c <= 1.0:
         raise ValueError(
@@ -53,11 +58,12 @@ def clipped_surrogate(
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
 ) -> TokenLosses:
-    """PPO: `clipped_surrogate` with the clip range of the `actor` block; low and high may differ
-    (clip-higher, DAPO, arXiv:2503.14476).
+    """Compute the loss of PPO: `clipped_surrogate` with the clip range of the `actor` block.
 
-    `actor/pg_clipfrac` is the share of tokens whose gradient the clip removes, `actor/pg_clipfrac_lower` of
-    those under the dual clip, if it is on.
+    The low and the high bound may differ (clip-higher, DAPO, arXiv:2503.14476).
+
+    `actor/pg_clipfrac` is the share of tokens whose gradient the clip removes. `actor/pg_clipfrac_lower` is
+    the share of those under the dual clip, if the dual clip is on.
     """
     log_ratio = limited(log_prob - old_log_prob)
     losses, is_clipped, under_dual_clip = clipped_surrogate(
@@ -81,11 +87,14 @@ def compute_policy_loss(
     loss_agg_mode: str = "token-mean",
     denominator: LossDenominator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`compute_policy_loss_vanilla` with its settings as arguments, for users. The dual clip is on by default
-    here, as in verl; the configuration's `actor.clip_ratio_c` is null.
+    """Compute `compute_policy_loss_vanilla` with its settings as arguments, for users.
 
-    Returns four scalars: loss; clip fraction (tokens whose gradient the clip removes); ppo_kl, the mean of
-    old_log_prob - log_prob; fraction of tokens under the dual clip. The last three are token means.
+    The dual clip is on by default here, as in verl. In the configuration `actor.clip_ratio_c` is null.
+
+    Returns:
+        Four scalars: the loss; the clip fraction (tokens whose gradient the clip removes); ppo_kl, the mean
+        of old_log_prob - log_prob; the fraction of tokens under the dual clip. The last three are token
+        means.
     """
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
@@ -108,14 +117,16 @@ def compute_policy_loss(
 def compute_policy_loss_gspo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
 ) -> TokenLosses:
-    """GSPO: PPO's clip on the ratio of a whole sequence (Zheng et al. 2025, arXiv:2507.18071).
+    """Compute the loss of GSPO, PPO's clip on the ratio of a whole sequence.
 
-    s_i = exp(mean over the row's sampled tokens of log r). Each token has s_it = sg[s_i] pi / sg[pi], which
-    is s_i in value and lets tokens have advantages of their own (GSPO-token); with the same advantage all
-    over a row the gradient is GSPO's. loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
+    The method is that of Zheng et al. 2025, arXiv:2507.18071. s_i = exp(mean over the row's sampled tokens of
+    log r). Each token has s_it = sg[s_i] pi / sg[pi], whose value is s_i. This form lets tokens have
+    advantages of their own (GSPO-token). If all tokens of a row have the same advantage, the gradient is that
+    of GSPO. loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
 
-    Meant for a small clip range: the paper has clip_ratio_low 3e-4, clip_ratio_high 4e-4. The aggregation is
-    the configured one, as in verl 0.9.1 (verl 0.7.0 takes seq-mean-token-mean whatever is configured).
+    The loss is meant for a small clip range: the paper has clip_ratio_low 3e-4, clip_ratio_high 4e-4. The
+    aggregation is the configured one, as in verl 0.9.1 (verl 0.7.0 takes seq-mean-token-mean whatever is
+    configured).
     """
     log_ratio = log_prob.detach() - old_log_prob
     row_mean = log_ratio.sum(dim=-1, keepdim=True) / response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -139,16 +150,17 @@ def compute_policy_loss_geo_mean(
     config: Any,
     rollout_is_weights: Tensor | None = None,
 ) -> TokenLosses:
-    """GMPO: the geometric mean of a row's clipped ratios (Zhao et al. 2025, arXiv:2507.20673).
+    """Compute the loss of GMPO from the geometric mean of a row's clipped ratios.
 
-    loss_i = -A_i exp(mean_t c_t) with c_t the log-ratio cut to [-low, high] on the side that the advantage
-    pushes to: min(log r, high) where A_i > 0, max(log r, -low) where A_i < 0. A_i is the mean of the row's
-    advantages (the paper has one per row). The clip range is one of log-ratios: the paper has 0.4 on both
-    sides. A row's rollout weights are taken together by their geometric mean too. Rows without a sampled
-    token have no part in the mean over rows (in verl they have).
+    The method is that of Zhao et al. 2025, arXiv:2507.20673. loss_i = -A_i exp(mean_t c_t). c_t is the
+    log-ratio cut to [-low, high] on the side that the advantage pushes to: min(log r, high) where A_i > 0,
+    max(log r, -low) where A_i < 0. A_i is the mean of the row's advantages (the paper has one per row). The
+    clip range is one of log-ratios: the paper has 0.4 on both sides. The rollout weights of a row are
+    combined by their geometric mean too. Rows without a sampled token have no part in the mean over rows (in
+    verl they have).
 
-    As in verl `actor/pg_clipfrac` is the share of tokens with A > 0 whose log-ratio is outside of [-low,
-    high], on either side, `actor/pg_clipfrac_lower` that of those with A < 0.
+    As in verl, `actor/pg_clipfrac` is the share of tokens with A > 0 whose log-ratio is outside of [-low,
+    high], on either side, and `actor/pg_clipfrac_lower` is the share of such tokens with A < 0.
     """
     low, high = clip_range(config)
     lengths = response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -177,12 +189,12 @@ def compute_policy_loss_geo_mean(
 def compute_policy_loss_sapo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
 ) -> TokenLosses:
-    """SAPO: a soft gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
+    """Compute the loss of SAPO, a soft gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
 
     loss = -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg. The gradient is that of
-    -A r times 4 p (1 - p), p the sigmoid: 1 at r = 1, less on both sides. (verl aggregates by
-    seq-mean-token-mean whatever is configured; here the setting counts.) `actor/sapo_gate` is the mean of
-    4 p (1 - p): 1 while nothing is held back.
+    -A r times 4 p (1 - p), where p is the sigmoid. This factor is 1 at r = 1 and less on both sides. (verl
+    aggregates by seq-mean-token-mean whatever is configured. Here the setting counts.) `actor/sapo_gate` is
+    the mean of 4 p (1 - p): 1 while nothing is held back.
     """
     log_ratio = limited(log_prob - old_log_prob)
     positive, negative = (advantages.new_tensor(x) for x in (config.tau_pos, config.tau_neg))
@@ -194,7 +206,7 @@ def compute_policy_loss_sapo(
 
 
 def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """[N, R] float64, -inf where nothing was sampled."""
+    """Return the covariance of each sampled token, [N, R] float64; -inf where nothing was sampled."""
     spread = [torch.zeros(mask.shape, dtype=torch.float64, device=mask.device) for _ in range(2)]
     for centred, values in zip(spread, (log_prob, advantages), strict=True):
         sampled = values.detach()[mask].double()
@@ -205,14 +217,15 @@ def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def _choose(
     candidates: Tensor, covariances: Tensor, mask: Tensor, share: float, seed: int | None = None
 ) -> Tensor:
-    """[N, R] bool: of the candidates a share of the sampled tokens, rounded down, at least one.
+    """Choose from the candidates a share of the sampled tokens, rounded down, but at least one; [N, R] bool.
 
-    Those with the greatest covariance, then the leftmost, then those of the row with the fewest sampled
-    tokens; with a seed drawn at random from candidates in that order.
+    Candidates are ordered by the greatest covariance, then from left to right, then by the fewest sampled
+    tokens of their row. The first ones are chosen. With a seed, the chosen ones are drawn at random from the
+    candidates in that order.
     """
     by_length = mask.sum(dim=-1).argsort(stable=True)
-    columns, places = candidates[by_length].T.nonzero(as_tuple=True)
-    rows = by_length[places]
+    columns, indices = candidates[by_length].T.nonzero(as_tuple=True)
+    rows = by_length[indices]
     order = covariances[rows, columns].argsort(descending=True, stable=True)
     if seed is not None:
         order = order[
@@ -227,8 +240,10 @@ def _choose(
 def select_clip_cov(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any, seed: int
 ) -> Tensor:
-    """Clip-Cov's tokens: a share policy_loss.clip_cov_ratio of the sampled tokens, drawn at random out of
-    those with clip_cov_lb < cov < clip_cov_ub that PPO's clip leaves alone. See `SelectFn`.
+    """Choose the tokens of Clip-Cov: a random share policy_loss.clip_cov_ratio of the sampled tokens.
+
+    They are drawn out of those with clip_cov_lb < cov < clip_cov_ub that PPO's clip leaves alone. See
+    `SelectFn`.
     """
     mask = response_mask.bool()
     settings = config.policy_loss
@@ -244,7 +259,10 @@ def select_clip_cov(
 def select_kl_cov(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any, seed: int
 ) -> Tensor:
-    """KL-Cov's tokens: the share policy_loss.kl_cov_ratio of the sampled tokens with the greatest cov."""
+    """Choose the tokens of KL-Cov: the sampled tokens with the greatest cov.
+
+    The share policy_loss.kl_cov_ratio of the sampled tokens is chosen.
+    """
     mask = response_mask.bool()
     covariances = _covariances(log_prob, advantages, mask)
     return _choose(mask, covariances, mask, config.policy_loss.kl_cov_ratio)
@@ -259,11 +277,11 @@ def select_kl_cov(
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any, selection: Tensor
 ) -> TokenLosses:
-    """Clip-Cov: PPO's clipped loss, and 0 for the chosen tokens.
+    """Compute the loss of Clip-Cov: PPO's clipped loss, and 0 for the chosen tokens.
 
-    (verl chooses in each micro-batch by itself, so that its loss depends on the split.) As in verl
-    `actor/pg_clipfrac` is the share of chosen tokens; `actor/ppo_clipfrac` is that of those that PPO's clip
-    holds.
+    (verl chooses in each micro-batch separately, so that its loss depends on the split.) As in verl,
+    `actor/pg_clipfrac` is the share of chosen tokens. `actor/ppo_clipfrac` is the share of tokens that PPO's
+    clip holds.
     """
     log_ratio = limited(log_prob - old_log_prob)
     losses, is_clipped, _ = clipped_surrogate(log_ratio.exp(), advantages, *clip_range(config))
@@ -275,11 +293,11 @@ def compute_policy_loss_clip_cov(
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any, selection: Tensor
 ) -> TokenLosses:
-    """KL-Cov: loss = -A r, and for the chosen tokens + ppo_kl_coef |log r|.
+    """Compute the loss of KL-Cov: -A r, and for the chosen tokens additionally ppo_kl_coef |log r|.
 
-    The distance is |log r| as in the authors' code and in verl: unlike an unbiased estimate of the KL it
-    draws each of these few tokens back to the old policy, wherever it went. There is no clip. As in verl
-    `actor/ppo_kl` is the mean of |log r| here. `actor/cov_share` is the share of chosen tokens.
+    The distance is |log r|, as in the authors' code and in verl. Unlike an unbiased estimate of the KL, it
+    draws each of these few tokens back to the old policy, wherever the token went. There is no clip. As in
+    verl, `actor/ppo_kl` is the mean of |log r| here. `actor/cov_share` is the share of chosen tokens.
     """
     log_ratio = limited(log_prob - old_log_prob)
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs()

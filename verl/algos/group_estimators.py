@@ -1,11 +1,11 @@
 """Advantages of whole trajectories, relative to the others of their group (one prompt of one step).
 
-A row's score is the sum of its rewards over its sampled tokens; each of its sampled tokens gets the row's
-advantage, and the returns are the same numbers. Three rules hold for all of them:
+A row's score is the sum of its rewards over its sampled tokens. Each of its sampled tokens gets the row's
+advantage, and the returns are the same numbers. Three rules hold for all of these estimators:
 
-- rows without a sampled token count nowhere;
-- a group whose scores are all equal has advantages of exactly 0 (before a normalisation over the batch);
-- a row that is alone in its group has nothing to be compared with: its score is its advantage, as in verl
+- Rows without a sampled token count nowhere.
+- A group whose scores are all equal has advantages of exactly 0 (before a normalisation over the batch).
+- A row that is alone in its group has nothing to be compared with. Its score is its advantage, as in verl
   (whose grpo_passk refuses such a group).
 """
 
@@ -25,7 +25,7 @@ Index = Sequence[Any] | np.ndarray
 
 
 def _grouped(token_level_rewards: Tensor, mask: Tensor, index: Index) -> tuple[Tensor, Groups]:
-    """([N] float64 scores, the groups of the rows that sampled something)."""
+    """Return the scores [N] float64, and the groups of the rows that sampled something."""
     return outcome_scores(token_level_rewards, mask), Groups.of(index, mask.any(dim=-1))
 
 
@@ -37,12 +37,11 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO with outcome rewards (Shao et al. 2024, arXiv:2402.03300, 4.1.2): A = (score - mean) / (std +
-    epsilon).
+    """Compute GRPO's advantages from outcome rewards: A = (score - mean) / (std + epsilon).
 
-    Mean and unbiased std are over the rows with the same `index` (the uid of one prompt of one step).
-    `norm_adv_by_std_in_grpo=False` leaves out the division (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). A
-    group of one row has mean 0 and std 1.
+    This is section 4.1.2 of Shao et al. 2024, arXiv:2402.03300. The mean and the unbiased std are over the
+    rows with the same `index` (the uid of one prompt of one step). `norm_adv_by_std_in_grpo=False` leaves out
+    the division (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). A group of one row has mean 0 and std 1.
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
@@ -60,11 +59,11 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Training for pass@k (Tang et al. 2025, arXiv:2503.19595): only the best row of a group is credited.
+    """Compute advantages for pass@k, which credit only the best row of a group.
 
-    A = (r_max - r_second) / (std + epsilon) for the best row and 0 for the others: what the group's best
-    score would lose without it. Without the division unless `norm_adv_by_std_in_grpo`. Two best rows that are
-    equal both get 0.
+    The method is that of Tang et al. 2025, arXiv:2503.19595. A = (r_max - r_second) / (std + epsilon) for the
+    best row and 0 for the others. This is what the group's best score would lose without that row. The
+    division is left out unless `norm_adv_by_std_in_grpo` is set. If two best rows are equal, both get 0.
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
@@ -84,26 +83,27 @@ def compute_grpo_passk_outcome_advantage(
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
+    """Compute the advantages of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
 
     A = score - mean score of the *other* rows of the group = n / (n - 1) * (score - mean).
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     count = groups.count()
-    left_out = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
-    return spread(left_out * groups.centred(scores), mask, token_level_rewards.dtype)
+    scale = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
+    return spread(scale * groups.centred(scores), mask, token_level_rewards.dtype)
 
 
 @register_adv_est("reinforce_plus_plus_baseline")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ with a baseline (Hu et al. 2025, arXiv:2501.03262): differences from the group's mean,
-    whitened over the sampled tokens of the batch.
+    """Compute the advantages of REINFORCE++ with a baseline (Hu et al. 2025, arXiv:2501.03262).
 
-    A = (d - mean(d)) / sqrt(var(d) + 1e-8), d = score - mean of the group; mean and unbiased variance over
-    all sampled tokens. A group of equal scores gets what is left when the batch's mean is taken off its 0.
+    They are differences from the group's mean, whitened over the sampled tokens of the batch:
+    A = (d - mean(d)) / sqrt(var(d) + 1e-8), d = score - mean of the group. The mean and the unbiased variance
+    are over all sampled tokens. A group of equal scores has d = 0, from which only the batch's mean is
+    subtracted.
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
@@ -116,10 +116,11 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """OPO, on-policy RL with the optimal reward baseline (Hao et al. 2025, arXiv:2505.23585).
+    """Compute the advantages of OPO, on-policy RL with the optimal reward baseline.
 
-    A = score - sum(l * score) / sum(l) over the group, l the number of tokens that the row sampled: the
-    baseline of least variance if a row's squared gradient grows with its length.
+    The method is that of Hao et al. 2025, arXiv:2505.23585. A = score - sum(l * score) / sum(l) over the
+    group, where l is the number of tokens that the row sampled. This is the baseline of least variance if a
+    row's squared gradient grows with its length.
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
@@ -132,11 +133,12 @@ def compute_opo_outcome_advantage(
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """GPG, group policy gradient (Chu et al. 2025, arXiv:2504.02546): A = alpha * (score - mean) / f_norm.
+    """Compute the advantages of GPG, group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 
-    alpha = B / (B - M) makes up for the M of the batch's B rows whose groups are all right or all wrong and
-    add nothing to the gradient. (verl divides B by the number of rows with a score other than 0, which takes
-    groups that are all right for ones that add something, and wrong rows of mixed groups for idle ones.)
+    A = alpha * (score - mean) / f_norm. alpha = B / (B - M) makes up for the M of the batch's B rows whose
+    groups are all right or all wrong and add nothing to the gradient. (verl divides B by the number of rows
+    with a score other than 0. It thereby takes groups that are all right for groups that add something, and
+    wrong rows of mixed groups for rows that add nothing.)
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
@@ -150,12 +152,15 @@ def compute_gpg_outcome_advantage(
 def compute_maxrl_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """MaxRL, maximum likelihood RL (Tajwar, Zeng et al. 2026, arXiv:2602.02710, algorithm 1).
+    """Compute the advantages of MaxRL, maximum likelihood RL.
 
-    A = (score - mean) / mean over the group, 0 where no row has a score. With n rows and scores of 0 and 1
-    its expected gradient is that of log p, p the chance of a right answer, cut off after n - 1 terms of the
-    series -sum over k of (1 - p)^k / k. (n terms in the paper, without the control variate.) A group of one
-    is plain REINFORCE, the first term. ValueError: a score is negative; the mean stands for a probability.
+    This is algorithm 1 of Tajwar, Zeng et al. 2026, arXiv:2602.02710. A = (score - mean) / mean over the
+    group, 0 where no row has a score. With n rows and scores of 0 and 1 the expected gradient is that of log
+    p, where p is the chance of a right answer, cut off after n - 1 terms of the series -sum over k of (1 -
+    p)^k / k. (The paper has n terms, without the control variate.) A group of one row is plain REINFORCE, the
+    first term.
+
+    Raises ValueError if a score is negative, because the mean stands for a probability.
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
@@ -179,13 +184,16 @@ def compute_gdpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """GDPO, group reward-decoupled normalisation (Liu et al. 2026, arXiv:2601.05242): several rewards, each
-    compared within its group on its own scale.
+    """Compute the advantages of GDPO, group reward-decoupled normalisation.
 
-    A_k = (r_k - mean) / (std + epsilon) for each component; S = sum of weight_k * A_k; A = (S - mean(S)) /
-    (std(S) + epsilon) over the rows of the batch that sampled something. (verl takes this last mean over
-    tokens, so that long rows count for more.) The components [N] are the whole reward: token_level_rewards,
-    and with it a KL in the reward, is not used. ValueError: there is no component, or a weight names none.
+    The method is that of Liu et al. 2026, arXiv:2601.05242. Each of several rewards is compared within its
+    group on its own scale. A_k = (r_k - mean) / (std + epsilon) for each component; S = sum of weight_k *
+    A_k; A = (S - mean(S)) / (std(S) + epsilon) over the rows of the batch that sampled something. (verl takes
+    this last mean over tokens, so that long rows count for more.)
+
+    The components [N] are the whole reward. token_level_rewards, and with it a KL in the reward, is not used.
+
+    Raises ValueError if there is no component, or if a weight names a component that does not exist.
     """
     mask = response_mask.bool()
     weights = reward_weights or {}
@@ -206,7 +214,8 @@ def compute_gdpo_outcome_advantage(
     batch = Groups(torch.zeros_like(groups.ids), groups.taken)
     mean = batch.mean(total)
     std = batch.std(total)
-    # each group's advantages add up to 0: what is left of it by rounding must not reach groups that are all 0
+    # The advantages of each group add up to 0. The rounding error of that sum must not reach groups whose
+    # advantages are all 0.
     mean = torch.where(mean.abs() > 1e-12 * std, mean, 0.0)
     return spread((total - mean) / (std + epsilon), mask, torch.float32)
 
@@ -217,22 +226,24 @@ def thrift_advantages(
     """Return what a right answer gets for fewer searches than the others to its question, [N] float64.
 
     Among the solved rows of a group A = max(0, (mean - searches) / (std + epsilon)), times the square of
-    `solved_share`; all other rows have 0. So a short way to an answer counts the same whether or not other
-    rows of the group are wrong; no right answer is punished; a group without a right answer has 0, whatever
-    its scores are; and hardly anything counts as long as few questions are answered, when nobody knows yet
-    which searches are too many.
+    `solved_share`. All other rows have 0. This has four consequences:
 
-    Arora and Zanette 2025 (arXiv:2502.04463) compare among right answers alone, too. They compare lengths and
-    put the comparison into the reward, where the group's standard deviation divides it once more.
+    - A short way to an answer counts the same whether or not other rows of the group are wrong. - No right
+      answer is punished. - A group without a right answer has 0, whatever its scores are. - Hardly anything
+      counts as long as few questions are answered, when nobody knows yet which searches are too many.
+
+    Arora and Zanette 2025 (arXiv:2502.04463) also compare right answers only. They compare lengths and put
+    the comparison into the reward, where it is divided once more by the group's standard deviation.
 
     Args:
-        solved: [N] bool, whether the row is right. A score does not say it: it may be for a format.
+        solved: [N] bool, whether the row is right. A score does not say it, because it may be for a format.
         num_searches: [N] int.
         groups: the rows of one question, without those that are not learnt from.
-        solved_share: in [0, 1], of all rows that may search and that the step generated, those that are not
-            in `groups` too.
+        solved_share: in [0, 1], the share of solved rows among all rows that may search and that the step
+            generated, including those that are not in `groups`.
+        epsilon: added to the standard deviation.
     """
-    right = Groups(groups.ids, groups.taken & solved)
+    solved_groups = Groups(groups.ids, groups.taken & solved)
     searches = num_searches.double()
-    fewer = (right.mean(searches) - searches) / (right.std(searches) + epsilon)
-    return torch.where(right.taken, fewer.clamp(min=0.0) * solved_share**2, 0.0)
+    relative_saving = (solved_groups.mean(searches) - searches) / (solved_groups.std(searches) + epsilon)
+    return torch.where(solved_groups.taken, relative_saving.clamp(min=0.0) * solved_share**2, 0.0)

@@ -1,5 +1,6 @@
-"""What holds the policy near a reference, and what keeps its entropy up: estimators of the KL, KL in the
-reward, and the coefficients of both.
+"""Terms that hold the policy near a reference, and terms that keep its entropy up.
+
+Here are the estimators of the KL, the KL in the reward, and the coefficients of both kinds of terms.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Does nothing: the coefficient is fixed."""
+        """Do nothing, because the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """The coefficient stays the configured one."""
+        """Do nothing: the coefficient stays the configured one."""
 
 
 class AdaptiveKLController(FixedKLController):
-    """Steers the KL coefficient so that the KL stays near a target (Ziegler et al. 2019,
-    arXiv:1909.08593, section 2.2).
+    """A KL coefficient that is steered so that the KL stays near a target.
 
-    error = clip(current_kl / target_kl - 1, -0.2, 0.2); value *= 1 + error * min(n_steps / horizon, 1),
-    with n_steps the number of trajectories since the last update. More of them than the horizon count as the
-    horizon: else the value could turn negative, and the KL would be rewarded.
+    The method is that of Ziegler et al. 2019, arXiv:1909.08593, section 2.2. error = clip(current_kl /
+    target_kl - 1, -0.2, 0.2); value *= 1 + error * min(n_steps / horizon, 1), where n_steps is the number of
+    trajectories since the last update. If there are more of them than the horizon, they count as the horizon.
+    Otherwise the value could turn negative, and the KL would be rewarded.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
@@ -58,18 +59,18 @@ class AdaptiveKLController(FixedKLController):
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
-    """The controller that `algorithm.kl_ctrl` {type, kl_coef, target_kl, horizon} describes."""
+    """Return the controller that `algorithm.kl_ctrl` {type, kl_coef, target_kl, horizon} describes."""
     if kl_ctrl.type == "adaptive":
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
     return FixedKLController(kl_ctrl.kl_coef)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from the sampled token, same shape as the inputs.
+    """Estimate KL(policy || reference) per token from the sampled token, in the shape of the inputs.
 
-    With d = logprob - ref_logprob of a token drawn from the policy p (reference q), s = grad log p of it, and
-    expectations over p (Schulman 2020, "Approximating KL Divergence"; for the gradients Tang & Munos 2025,
-    arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555):
+    Let d = logprob - ref_logprob of a token drawn from the policy p (reference q), let s = grad log p of it,
+    and let expectations be over p (Schulman 2020, "Approximating KL Divergence"; for the gradients Tang &
+    Munos 2025, arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555):
 
         name            value            its mean     gradient         the mean of that
         kl, k1          d                KL(p||q)     s                0
@@ -78,16 +79,16 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         low_var_kl, k3  exp(-d) - 1 + d  KL(p||q)     (1 - exp(-d)) s  grad KL(q||p)
         any with `+`    of that name     of that one  d s, k2's        grad KL(p||q)
 
-    So in a loss k2 or a name with `+` (verl's straight-through form) pulls by the KL that is meant; k3 pulls
-    by the KL with its sides exchanged; k1 does not pull at all. All of these see the KL of each token after
-    its prefix, not what a token does to the KL of those after it. In a reward nothing is differentiated, k1
-    is the unbiased one, and its gradient is that of the whole trajectory's KL.
+    So in a loss k2 or a name with `+` (verl's straight-through form) pulls by the KL that is meant. k3 pulls
+    by the KL with its sides exchanged, and k1 does not pull at all. All of these see the KL of each token
+    after its prefix, not the effect of a token on the KL of those after it. In a reward nothing is
+    differentiated: k1 is the unbiased one, and its gradient is that of the whole trajectory's KL.
 
-    k3 is limited to [-10, 10], as in verl, with d limited to [-20, 20] before the exponential: where d < -2.6
-    its gradient is 0; `k3+` has k2's there.
+    k3 is limited to [-10, 10], as in verl, and d is limited to [-20, 20] before the exponential. Where d <
+    -2.6 the gradient of k3 is 0; `k3+` has that of k2 there.
 
     Raises:
-        ValueError: no such estimator.
+        ValueError: there is no estimator of that name.
     """
     if kl_penalty not in KL_PENALTIES:
         hint = "full needs the logits of the whole vocabulary, which are never built"
@@ -117,10 +118,10 @@ def compute_kl_loss(
     loss_agg_mode: str = "token-mean",
     denominator: LossDenominator | None = None,
 ) -> Tensor:
-    """The KL term of the actor's loss: `kl_penalty` of the sampled tokens [N, R], reduced to a scalar.
+    """Compute the KL term of the actor's loss: `kl_penalty` of the sampled tokens [N, R], as a scalar.
 
     Only log_prob carries a gradient. The expectations in `kl_penalty` hold where the tokens come from the
-    policy itself: from the second optimizer step of a batch on they are as far off as the policy has moved.
+    policy itself. From the second optimizer step of a batch on, they are as far off as the policy has moved.
     """
     mask = response_mask.bool()
     log_prob, ref_log_prob = (x.masked_fill(~mask, 0.0) for x in (log_prob, ref_log_prob.detach()))
@@ -130,11 +131,14 @@ def compute_kl_loss(
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: FixedKLController, kl_penalty_type: str = "kl"
 ) -> dict[str, float]:
-    """KL in the reward: writes token_level_rewards = token_level_scores - coefficient * KL, updates the
-    controller.
+    """Put the KL into the reward and update the controller.
 
-    Reads token_level_scores, old_log_probs, ref_log_prob, response_mask from `data.batch`. Returns metrics:
-    critic/kl (mean over trajectories of the mean over their sampled tokens) and critic/kl_coeff (as applied).
+    Writes token_level_rewards = token_level_scores - coefficient * KL. Reads token_level_scores,
+    old_log_probs, ref_log_prob and response_mask from `data.batch`.
+
+    Returns:
+        Metrics: critic/kl (mean over trajectories of the mean over their sampled tokens) and critic/kl_coeff
+        (as applied).
     """
     assert data.batch is not None
     mask = data.batch["response_mask"].bool()
@@ -148,9 +152,9 @@ def apply_kl_penalty(
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """The mean entropy (nats) of next-token distributions, as in verl: logits [N, R, V] -> scalar.
+    """Return the mean entropy (nats) of next-token distributions, as in verl: logits [N, R, V] -> scalar.
 
-    The actor never builds such logits; it aggregates the entropies that `linear_log_prob` gives.
+    The actor never builds such logits. It aggregates the entropies that `linear_log_prob` returns.
     """
     log_p = logits.float().log_softmax(dim=-1)
     return agg_loss(-(log_p.exp() * log_p).sum(dim=-1), response_mask, loss_agg_mode)
@@ -159,11 +163,14 @@ def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: s
 class EntropyController:
     """The weight of the entropy bonus in the next update: `coeff`, fixed or, with a target, steered.
 
-    Then it keeps the entropy from falling below the target (Skywork-OR1, He et al. 2025, arXiv:2505.22312).
-    After each step with mean token entropy e: coeff += delta if e < target_entropy, -= delta if e >
-    target_entropy, within [min_coeff, max_coeff]. The bonus is on only where it is needed: value = coeff if
-    e <= target_entropy, else 0. e is that of the step before (the paper's is that of the step itself, which
-    would cost a pass of its own); before the first step the value is the coefficient that it starts with.
+    With a target, the controller keeps the entropy from falling below it (Skywork-OR1, He et al. 2025,
+    arXiv:2505.22312). After each step with mean token entropy e, coeff += delta if e < target_entropy, and
+    coeff -= delta if e > target_entropy, within [min_coeff, max_coeff]. The bonus is on only where it is
+    needed:
+    value = coeff if e <= target_entropy, else 0.
+
+    e is that of the step before. (In the paper it is that of the step itself, which would cost a pass of its
+    own.) Before the first step the value is the coefficient that the controller starts with.
     """
 
     def __init__(
@@ -188,7 +195,7 @@ class EntropyController:
         return self.coeff if entropy is None or target is None or entropy <= target else 0.0
 
     def update(self, entropy: float) -> None:
-        """Takes the mean entropy (nats) of the step's sampled tokens; passes over one that is not finite."""
+        """Take in the mean entropy (nats) of the step's sampled tokens; ignore one that is not finite."""
         if self.target_entropy is None or not math.isfinite(entropy):
             return
         self.entropy = entropy
@@ -199,7 +206,10 @@ class EntropyController:
         return {"coeff": self.coeff, "entropy": self.entropy}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Goes on where a run stopped, within the limits of now; a fixed weight stays the configured one."""
+        """Continue where a run stopped, within the current limits.
+
+        A fixed weight stays the configured one.
+        """
         if self.target_entropy is not None:
             coeff = state["coeff"]
             assert coeff is not None
@@ -208,7 +218,7 @@ class EntropyController:
 
 
 def get_entropy_controller(actor: Any) -> EntropyController:
-    """The controller that the `actor` block describes: `entropy_coeff`, `entropy_ctrl`."""
+    """Return the controller that the `actor` block describes: `entropy_coeff`, `entropy_ctrl`."""
     control = actor.entropy_ctrl
     limits = control.delta, control.min_coeff, control.max_coeff
     return EntropyController(actor.entropy_coeff, control.target_entropy, *limits)

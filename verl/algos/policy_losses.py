@@ -2,14 +2,16 @@
 
     LossInputs --policy_loss(name)--> scalar, metrics
 
-A loss of ours is a formula for each token, registered with `token_loss`, which adds what is the same for all:
-nothing under a 0 of the mask has any influence, rollout weights multiply the losses, `agg_loss` makes one
-number of them. A user's loss is registered with `register_policy_loss`, or named by its import path; it names
-as parameters the fields of `LossInputs` that it needs and returns its rows' loss and a dictionary of metrics.
-Each number is a sum divided by counts of the whole mini-batch (`denominator`), so that those of the
-micro-batches add up to those of the mini-batch.
+A loss of ours is a formula for each token, registered with `token_loss`, which adds what is the same for all
+losses: where the mask is 0 nothing has any influence, rollout weights multiply the losses, and `agg_loss`
+reduces them to one number.
 
-In all of them r = pi(y_t) / pi_old(y_t) = exp(log_prob - old_log_prob), A is the advantage, and sg[x] is x
+You register a loss of your own with `register_policy_loss`, or name it by its import path. Its parameters are
+named after the fields of `LossInputs` that it needs, and it returns the loss of its rows and a dictionary of
+metrics. Each of these numbers is a sum divided by counts of the whole mini-batch (`denominator`), so that
+those of the micro-batches add up to those of the mini-batch.
+
+In all losses r = pi(y_t) / pi_old(y_t) = exp(log_prob - old_log_prob), A is the advantage, and sg[x] is x
 without gradient. Log-ratios are limited to [-20, 20] before they are exponentiated.
 """
 
@@ -31,16 +33,16 @@ POLICY_LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """What a policy loss is made of: the rows of a micro-batch. B rows, R response tokens.
+    """The inputs of a policy loss: the rows of a micro-batch. B rows, R response tokens.
 
     Attributes:
         log_prob: [B, R] float32 with gradient, of the sampled tokens under the policy.
         response_mask: [B, R], 1 where the policy sampled the token. Nothing else has any influence.
         loss_agg_mode: how per-token losses become one number, see `agg_loss`.
         config: the `actor_rollout_ref.actor` block.
-        denominator: counts of the whole mini-batch; None: those of this very mask.
-        old_log_prob: [B, R] of the policy before the update. It is computed for losses that can't do without
-            it; others get it where it is there.
+        denominator: counts of the whole mini-batch. None stands for those of this very mask.
+        old_log_prob: [B, R] of the policy before the update. It is computed for losses that require it. Other
+            losses get it if it is available.
         advantages: [B, R].
         rollout_is_weights: [B, R] detached importance weights of `algorithm.rollout_correction`, if it is on.
         rollout_log_prob: [B, R], the rollout engine's own.
@@ -62,19 +64,22 @@ class LossInputs:
 
 
 SelectFn = Callable[[Tensor, Tensor, Tensor, Tensor, Any, int], Tensor]
-"""Chooses tokens out of all rows of a mini-batch, of all ranks: (log_prob, old_log_prob, advantages,
-response_mask, config, seed) -> bool [N, R], False where nothing was sampled. The tensors are [N, R] on one
-device, config is the actor block. The same seed gives the same answer, in whatever order the rows stand."""
+"""A function that chooses tokens out of all rows of a mini-batch, of all ranks.
+
+It maps (log_prob, old_log_prob, advantages, response_mask, config, seed) to a bool tensor [N, R] that is
+False where nothing was sampled. The tensors are [N, R] on one device, and config is the actor block. The same
+seed gives the same answer, whatever the order of the rows.
+"""
 
 
 class LossTraits(NamedTuple):
-    """What is declared of a loss beside its function.
+    """The properties of a loss that are declared beside its function.
 
     Attributes:
-        needs: the fields of `LossInputs` that it can't do without.
-        select: makes the `selection` that it asks for.
-        vanishes_with_advantage: a row whose advantages are all 0 has loss 0 and no gradient, so that its
-            backward pass can be left out.
+        needs: the fields of `LossInputs` that the loss requires.
+        select: the function that makes the `selection` that the loss asks for.
+        vanishes_with_advantage: whether a row whose advantages are all 0 has loss 0 and no gradient, so that
+            its backward pass can be left out.
         reads: those settings of the actor block that some losses read and others don't ("policy_loss.x").
         meant_for: the aggregation of its paper, where it is part of the method.
     """
@@ -92,7 +97,10 @@ _TRAITS: dict[PolicyLossFn, LossTraits] = {}
 def register_policy_loss(
     name: str, select: SelectFn | None = None, vanishes_with_advantage: bool = False
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: gives a name to a policy loss, for `actor.policy_loss.loss_mode`. See `LossTraits`."""
+    """Register a policy loss under a name, for `actor.policy_loss.loss_mode`; use it as a decorator.
+
+    For the arguments see `LossTraits`.
+    """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
         needs = frozenset(named_inputs(fn, required_only=True))
@@ -103,34 +111,47 @@ def register_policy_loss(
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The policy loss registered under a name, or at an import path `package.module:function`."""
+    """Return the policy loss registered under a name, or found at an import path `package.module:function`.
+
+    Raises ValueError if there is none.
+    """
     return POLICY_LOSSES.get(name)
 
 
 def loss_traits(loss_mode: str) -> LossTraits:
-    """What is declared of the named loss; of one that is named by import path what its parameters say."""
+    """Return the declared properties of the named loss.
+
+    For a loss that is named by its import path, they are derived from its parameters.
+    """
     fn = get_policy_loss_fn(loss_mode)
     return _TRAITS.get(fn) or LossTraits(frozenset(named_inputs(fn, required_only=True)))
 
 
 def policy_loss_inputs(loss_mode: str) -> set[str]:
-    """Those fields of `LossInputs` that the loss, and its `select` function, can't do without: what must be
-    computed.
+    """Return the fields of `LossInputs` that the loss and its `select` function require.
+
+    These are the inputs that must be computed.
     """
     traits = loss_traits(loss_mode)
     return set(traits.needs) | ({"old_log_prob", "advantages"} if traits.select else set())
 
 
 def policy_loss(loss_mode: str, inputs: LossInputs) -> LossAndMetrics:
-    """(loss, metrics) of the named loss, called with those fields of the inputs that it names as parameters.
-    ValueError: no loss has the name, or it needs an input that is None.
+    """Compute (loss, metrics) of the named loss with the fields of the inputs that it names as parameters.
+
+    Raises ValueError if no loss has the name, or if the loss needs an input that is None.
     """
     loss, metrics = call_with(get_policy_loss_fn(loss_mode), inputs, f"Policy loss {loss_mode!r}")
     return loss, metrics
 
 
 class TokenLosses(NamedTuple):
-    """losses [B, R]; metrics: name -> [B, R], whose token mean is reported as `actor/<name>`."""
+    """The losses and metrics of each token.
+
+    Attributes:
+        losses: [B, R].
+        metrics: name -> [B, R]. The token mean is reported as `actor/<name>`.
+    """
 
     losses: Tensor
     metrics: dict[str, Tensor]
@@ -144,11 +165,19 @@ def token_loss(
     meant_for: str | None = None,
     is_weighted: bool = True,
 ) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
-    """Decorator: makes a policy loss of a formula for each token, and registers it. See `LossTraits`.
+    """Make a policy loss of a formula for each token, and register it; use it as a decorator.
 
-    The formula names as parameters the fields of `LossInputs` that it needs, all 0 where nothing was sampled.
-    What comes out can be called as verl's losses are. is_weighted: the losses are multiplied by the rollout
-    weights. Else the formula sees to it.
+    The formula's parameters are named after the fields of `LossInputs` that it needs. All of them are 0 where
+    nothing was sampled. The resulting loss can be called as verl's losses are.
+
+    Args:
+        name: the name to register.
+        select: see `LossTraits`, also for the next three arguments.
+        vanishes_with_advantage: see there.
+        reads: see there.
+        meant_for: see there.
+        is_weighted: whether the losses are multiplied by the rollout weights. If not, the formula applies
+            them.
     """
 
     def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
@@ -203,16 +232,16 @@ def token_loss(
 
 
 def clip_range(config: Any) -> tuple[float, float]:
-    """(low, high) of the actor block: clip_ratio, where clip_ratio_low or clip_ratio_high is null."""
+    """Return (low, high) of the actor block; where one of them is null, clip_ratio replaces it."""
     low = config.clip_ratio_low
     high = config.clip_ratio_high
-    both = config.clip_ratio
-    return both if low is None else low, both if high is None else high
+    default = config.clip_ratio
+    return default if low is None else low, default if high is None else high
 
 
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")  # what `clip_range` reads
 
 
 def limited(log_ratio: Tensor) -> Tensor:
-    """Within [-20, 20], so that its exponential is finite; beyond that it has no gradient."""
+    """Limit a log-ratio to [-20, 20], so that its exponential is finite; beyond that it has no gradient."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

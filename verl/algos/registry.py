@@ -1,4 +1,4 @@
-"""Algorithms by name: ours, those that a user registers, and those that are named by import path."""
+"""Algorithms by name: ours, those that you register, and those that are named by import path."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 class Registry(Generic[Fn]):
-    """name -> function. A name of the form `package.module:function` is imported instead of looked up. A
-    member of any Enum stands for its value. key: the configuration key that holds the name, for error
-    messages.
+    """A table of functions by name.
+
+    A name of the form `package.module:function` is imported instead of looked up. A member of any Enum stands
+    for its value.
+
+    Attributes:
+        key: the configuration key that holds the name, for error messages.
     """
 
     def __init__(self, key: str) -> None:
@@ -26,7 +30,10 @@ class Registry(Generic[Fn]):
         return iter(self._functions)
 
     def register(self, name: str | Enum) -> Callable[[Fn], Fn]:
-        """Decorator: makes a function known under a name. ValueError if another one has it."""
+        """Register a function under a name; use it as a decorator.
+
+        Raises ValueError if another function has the name.
+        """
         plain = plain_name(name)
 
         def decorate(fn: Fn) -> Fn:
@@ -38,7 +45,7 @@ class Registry(Generic[Fn]):
         return decorate
 
     def get(self, name: str | Enum) -> Fn:
-        """The function of a name, or of an import path. ValueError if there is none."""
+        """Return the function of a name, or of an import path. Raises ValueError if there is none."""
         name = plain_name(name)
         if name in self._functions:
             return self._functions[name]
@@ -60,16 +67,18 @@ class Registry(Generic[Fn]):
 
 
 def plain_name(name: str | Enum) -> str:
-    """The name itself, or the value of an Enum's member."""
+    """Return the name itself, or the value of an Enum's member."""
     return str(name.value) if isinstance(name, Enum) else name
 
 
 def call_with(fn: Callable[..., Any], inputs: Any, what: str) -> Any:
-    """Calls `fn` with those fields of the dataclass `inputs` that it names as parameters.
+    """Call `fn` with those fields of the dataclass `inputs` that it names as parameters.
 
-    A field that is None is left out. A function with `**kwargs` gets all the others too; one with a parameter
-    called `inputs` gets the dataclass itself. ValueError: it needs a field that is None or not there; `what`
-    says whose function it is.
+    A field that is None is left out. A function with `**kwargs` gets all the other fields too. A function
+    with a parameter called `inputs` gets the dataclass itself.
+
+    Raises ValueError if the function needs a field that is None or that does not exist. `what` says in the
+    message whose function it is.
     """
     available = {field.name: getattr(inputs, field.name) for field in fields(inputs)} | {"inputs": inputs}
     parameters = inspect.signature(fn).parameters
@@ -77,8 +86,8 @@ def call_with(fn: Callable[..., Any], inputs: Any, what: str) -> Any:
     missing = []
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            rest = {key: value for key, value in available.items() if key not in parameters}
-            arguments |= {key: value for key, value in rest.items() if value is not None and key != "inputs"}
+            extra = {key: value for key, value in available.items() if key not in parameters}
+            arguments |= {key: value for key, value in extra.items() if value is not None and key != "inputs"}
         elif available.get(name) is not None:
             arguments[name] = available[name]
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
@@ -89,7 +98,7 @@ def call_with(fn: Callable[..., Any], inputs: Any, what: str) -> Any:
 
 
 def named_inputs(fn: Callable[..., Any], required_only: bool = False) -> set[str]:
-    """The names of a function's parameters; of those without a default alone, if `required_only`."""
+    """Return the names of a function's parameters, or only of those without a default if `required_only`."""
     parameters = inspect.signature(fn).parameters.values()
     return {
         p.name

@@ -1,12 +1,12 @@
-"""How far the rollout engine's log-probs are from the trainer's, and what corrects the difference.
+"""The difference between the log-probs of the rollout engine and of the trainer, and its corrections.
 
     rollout_log_probs, old_log_probs --apply_rollout_correction--> rollout_is_weights, rejected_mask, metrics
     advantages are computed from all that was sampled
     rejected_mask --take_out_rejected--> response_mask
 
-With d = old_log_prob - rollout_log_prob of a sampled token, its ratio is exp(d), trainer to engine. It is not
-1 when the engine computes in another precision, sampled with older weights, or never got the weights: the
-`rollout_agreement` of a step shows it. Two remedies, alone or together:
+With d = old_log_prob - rollout_log_prob of a sampled token, its ratio, trainer to engine, is exp(d). It is
+not 1 when the engine computes in another precision, sampled with older weights, or never got the weights. The
+`rollout_agreement` of a step shows it. There are two remedies, which can be combined:
 
 - weights (`rollout_is`): each token's policy loss is multiplied by a truncated ratio (truncated importance
   sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training");
@@ -18,7 +18,7 @@ loss is then that of the trainer's policy to the policy that really sampled, and
 made.
 
 With top-p, top-k or min-p the engine's log-probs are those of the truncated distribution and the trainer's
-are not: the agreement then holds that gap too, and the remedies are refused (`check_correction`).
+are not. The agreement then includes that gap too, and the remedies are refused (`check_correction`).
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ Reduce = Callable[[Sequence[float], str], list[float]]
 
 
 def corrects(config: Any) -> bool:
-    """Whether the `algorithm.rollout_correction` block asks for weights or rejection: these need
-    old_log_probs.
+    """Return whether the `algorithm.rollout_correction` block asks for weights or rejection.
+
+    Both need old_log_probs.
     """
     return config.rollout_is is not None or config.rollout_rs is not None
 
 
 def check_correction(config: Any, rollout: Any) -> None:
-    """Checks the `algorithm.rollout_correction` block beside the `actor_rollout_ref.rollout` block.
-    ValueError: a name or a threshold of the rejection is wrong, or the correction would compare a truncated
-    distribution with a whole one.
+    """Check the `algorithm.rollout_correction` block against the `actor_rollout_ref.rollout` block.
+
+    Raises ValueError if a name or a threshold of the rejection is wrong, or if the correction would compare a
+    truncated distribution with a whole one.
     """
     if config.rollout_rs is not None and config.rollout_rs_threshold is not None:
         rejection_rules(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
@@ -77,18 +79,23 @@ def check_correction(config: Any, rollout: Any) -> None:
 
 
 def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
-    """Adds what the correction needs to the batch; to be called before the advantages, with every row of the
-    step in the batch.
+    """Add what the correction needs to the batch.
+
+    Call it before the advantages are computed, with every row of the step in the batch.
 
     Reads rollout_log_probs, old_log_probs, response_mask [N, R]. Writes, as far as `config` (the
     `algorithm.rollout_correction` block) asks for it:
-        rollout_is_weights [N, R] float32, 0 where nothing was sampled; rejected_mask [N, R] bool;
-        old_log_probs, in bypass mode.
-    Both remedies look at every sampled token; with both, the weights' batch mean is that of what is kept.
+
+    - rollout_is_weights [N, R] float32, 0 where nothing was sampled;
+    - rejected_mask [N, R] bool;
+    - old_log_probs, in bypass mode.
+
+    Both remedies look at every sampled token. If both are on, the batch mean of the weights is taken over the
+    tokens that are not rejected.
 
     Returns:
         `rollout_corr/*`: how far engine and trainer agree, and the metrics of the remedies. In bypass mode,
-        or without old_log_probs, nothing: the actor measures the agreement then.
+        or without old_log_probs, the dictionary is empty, because the actor then measures the agreement.
     """
     tensors = batch.tensors
     if "rollout_log_probs" not in tensors:
@@ -112,26 +119,28 @@ def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
     rejected = torch.zeros_like(mask)
     if config.rollout_rs is not None:
         bounds = (config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
-        rejected, more = rejection_mask(old, rollout, mask, *bounds)
+        rejected, new_metrics = rejection_mask(old, rollout, mask, *bounds)
         tensors["rejected_mask"] = rejected
-        metrics |= more
+        metrics |= new_metrics
     if config.rollout_is is not None:
-        kept = mask & ~rejected if config.rollout_is_batch_normalize else None
-        tensors["rollout_is_weights"], more = importance_weights(
-            old, rollout, mask, config.rollout_is, config.rollout_is_threshold, kept
+        accepted = mask & ~rejected if config.rollout_is_batch_normalize else None
+        tensors["rollout_is_weights"], new_metrics = importance_weights(
+            old, rollout, mask, config.rollout_is, config.rollout_is_threshold, accepted
         )
-        metrics |= more
+        metrics |= new_metrics
     return metrics
 
 
 def take_out_rejected(batch: DataProto) -> None:
-    """Takes rejected tokens out of `response_mask`; to be called after the advantages.
+    """Take rejected tokens out of `response_mask`; call it after the advantages are computed.
 
-    After, because a rejected row is a fair sample of the policy that rolled out: its reward belongs into its
-    group's baseline, and into the returns of its own kept tokens. (verl rejects before.) From then on a
-    rejected token takes part in nothing: policy loss, entropy bonus, KL, critic, or what they are divided by.
-    The batch keeps what was sampled as `sampled_mask` [N, R], for metrics of lengths. Without a
-    `rejected_mask`, and a `stale_mask` of rollouts ahead of training, nothing changes.
+    The order matters, because a rejected row is a fair sample of the policy that rolled out: its reward
+    belongs into its group's baseline, and into the returns of its own accepted tokens. (verl rejects before.)
+    From then on a rejected token takes part in nothing: not in the policy loss, the entropy bonus, the KL or
+    the critic, nor in the counts that they are divided by.
+
+    The batch keeps what was sampled as `sampled_mask` [N, R], for metrics of lengths. If the batch has
+    neither a `rejected_mask` nor a `stale_mask` (of rollouts ahead of training), nothing changes.
     """
     tensors = batch.tensors
     masks: list[Any] = [tensors.pop(name) for name in ("rejected_mask", "stale_mask") if name in tensors]
@@ -143,7 +152,7 @@ def take_out_rejected(batch: DataProto) -> None:
 
 
 def _log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """d [N, R] float64, 0 where nothing was sampled."""
+    """Return d [N, R] float64, 0 where nothing was sampled."""
     difference = old_log_prob.detach().double() - rollout_log_prob.detach().double()
     return difference.masked_fill(~mask, 0.0)
 
@@ -156,27 +165,35 @@ def importance_weights(
     threshold: float,
     normalize_over: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Truncated importance weights: (weights [N, R] float32 without gradient, metrics).
+    """Compute truncated importance weights: (weights [N, R] float32 without gradient, metrics).
 
-    `token`: w = min(exp(d), threshold) of each sampled token: little variance, some bias. `sequence`: every
-    token of a row has w = min(exp(sum of the row's d), threshold): what the theory asks for before it is
-    truncated, but its variance grows with the length. d (or its sum) is limited to [-20, 20] first.
+    With `token`, each sampled token has w = min(exp(d), threshold), which has little variance and some bias.
+    With `sequence`, every token of a row has w = min(exp(sum of the row's d), threshold). Before the
+    truncation this is what the theory asks for, but its variance grows with the length. d (or its sum) is
+    limited to [-20, 20] first.
 
     Args:
+        old_log_prob: [N, R] of the trainer.
+        rollout_log_prob: [N, R] of the engine.
+        response_mask: [N, R], 1 where the policy sampled the token.
         level: token | sequence.
-        threshold: what a weight is at most.
-        normalize_over: [N, R] bool; divide the weights so that their mean over these tokens (over these rows,
-            for `sequence`) is 1, after the truncation. None: don't.
+        threshold: the greatest value of a weight.
+        normalize_over: [N, R] bool. The weights are divided, after the truncation, so that their mean over
+            these tokens (over the rows of these tokens, for `sequence`) is 1. None means no division.
 
-    Metrics, as in verl 0.9.1 but that rows without a token don't count: rollout_is_mean, _std and
-    _eff_sample_size, 1 / mean((w / mean w)^2), over tokens, whose w is their row's for `sequence`;
-    rollout_is_max and _min of w over tokens (for `sequence`: of the ratio before truncation over rows);
-    rollout_is_ratio_fraction_high and _low, the share of tokens (rows) whose ratio is above `threshold` and
-    below 1 / threshold; rollout_is_batch_norm_factor, the mean that was divided by.
+    Returns:
+        The weights and the metrics. The metrics are as in verl 0.9.1, but rows without a token don't count:
+
+        - rollout_is_mean, _std and _eff_sample_size, 1 / mean((w / mean w)^2), over tokens, whose w is that
+          of their row for `sequence`;
+        - rollout_is_max and _min of w over tokens (for `sequence`: of the ratio before truncation over rows);
+        - rollout_is_ratio_fraction_high and _low, the share of tokens (rows) whose ratio is above `threshold`
+          and below 1 / threshold;
+        - rollout_is_batch_norm_factor, the mean that was divided by.
     """
     mask = response_mask.bool()
     ratios = _log_ratio(old_log_prob, rollout_log_prob, mask)
-    units = mask  # what has a weight of its own: tokens [N, R], or rows [N, 1]
+    units = mask  # the tokens [N, R], or the rows [N, 1], that have a weight of their own
     if level == "sequence":
         ratios = ratios.sum(dim=1, keepdim=True)
         units = mask.any(dim=1, keepdim=True)
@@ -198,16 +215,22 @@ def importance_weights(
         }
         metrics = {f"rollout_corr/rollout_is_{name}": float(value) for name, value in values.items()}
     if normalize_over is not None:
-        kept = normalize_over if level == "token" else normalize_over.any(dim=1, keepdim=True)
-        factor = float(weights[kept].mean()) if kept.any() else 1.0
+        counted = normalize_over if level == "token" else normalize_over.any(dim=1, keepdim=True)
+        factor = float(weights[counted].mean()) if counted.any() else 1.0
         weights = weights / factor
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
     return weights.expand(mask.shape).masked_fill(~mask, 0.0).float(), metrics
 
 
 class RejectionRule(NamedTuple):
-    """A token is kept where lower <= value <= upper. value: its k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - 1 - d
-    or, with the levels seq_sum, seq_mean and seq_max, that of all tokens of its row.
+    """A rule that accepts a token where lower <= value <= upper.
+
+    Attributes:
+        level: token, seq_sum, seq_mean or seq_max.
+        value: k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - 1 - d of the token. With the levels seq_sum, seq_mean
+            and seq_max it is the sum, mean or maximum over all tokens of the row.
+        lower: the least accepted value.
+        upper: the greatest accepted value.
     """
 
     level: str
@@ -219,14 +242,16 @@ class RejectionRule(NamedTuple):
 def rejection_rules(
     rollout_rs: str, threshold: float | str | None, threshold_lower: float | None = None
 ) -> list[RejectionRule]:
-    """The rules that `algorithm.rollout_correction.rollout_rs` and its thresholds stand for.
+    """Return the rules that `algorithm.rollout_correction.rollout_rs` and its thresholds stand for.
 
-    rollout_rs: verl's names (token_k1, seq_mean_k3, ...; see `REJECTION_NAMES`), several of them with commas:
-    each must keep a token. Their thresholds stand in `threshold`, one for all or one for each, with commas:
-    for k1 the bounds of the ratio of engine to trainer as "0.5_5.0" (one number u is 1/u_u), for the others
-    the greatest value.
-    Or `token`, `geometric` (a row's mean), `sequence` (a row's sum): k1 with `threshold` and
-    `threshold_lower` as bounds of the ratio of trainer to engine (lower None: 1 / threshold; 0: no bound).
+    `rollout_rs` has one of two forms:
+
+    - verl's names (token_k1, seq_mean_k3, ...; see `REJECTION_NAMES`), separated by commas. Each of them must
+      accept a token. `threshold` holds their thresholds, one for all or one for each, separated by commas.
+      For k1 a threshold gives the bounds of the ratio of engine to trainer as "0.5_5.0" (one number u is
+      1/u_u), for the others the greatest value.
+    - `token`, `geometric` (a row's mean) or `sequence` (a row's sum): k1 with `threshold` and
+      `threshold_lower` as bounds of the ratio of trainer to engine (lower None: 1 / threshold; 0: no bound).
 
     Raises:
         ValueError: there is no such name, or a threshold does not fit it.
@@ -275,10 +300,13 @@ def rejection_mask(
     threshold: float | str | None,
     threshold_lower: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """What any of the `rejection_rules` rejects: ([N, R] bool, metrics); of rows all tokens or none.
+    """Return the tokens that any of the `rejection_rules` rejects, [N, R] bool, and metrics.
 
-    Metrics: rollout_rs_masked_fraction, of sampled tokens; rollout_rs_seq_masked_fraction, of rows with a
-    token: those that lost at least one. (verl divides the latter by all rows.)
+    A rule for rows rejects all tokens of a row or none.
+
+    The metrics are rollout_rs_masked_fraction, the rejected share of the sampled tokens, and
+    rollout_rs_seq_masked_fraction, the share of rows with a token that lost at least one. (verl divides the
+    latter by all rows.)
     """
     mask = response_mask.bool()
     log_ratio = _log_ratio(old_log_prob, rollout_log_prob, mask)
@@ -289,7 +317,7 @@ def rejection_mask(
             bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             values = bounded.square() / 2 if rule.value == "k2" else bounded.expm1() - bounded
         if rule.level == "seq_max":
-            values = values.amax(dim=1, keepdim=True)  # of k2 or k3, which are 0 where nothing was sampled
+            values = values.amax(dim=1, keepdim=True)  # k2 and k3 are 0 where nothing was sampled
         elif rule.level != "token":
             values = values.sum(dim=1, keepdim=True)
         if rule.level == "seq_mean":
@@ -307,7 +335,7 @@ def rejection_mask(
 def rollout_agreement(
     rollout: Tensor, trainer: Tensor, mask: Tensor, reduce: Reduce | None = None
 ) -> dict[str, float]:
-    """`rollout_corr/*`: how far engine and trainer agree on some trajectories; nothing if none was sampled.
+    """Return `rollout_corr/*`: how far engine and trainer agree on some trajectories.
 
     Names and definitions of the metrics are those of verl's rollout correction; `log_prob_diff_mean` and
     `_max` (absolute, per token) are ours. `kl` and `k3_kl` estimate KL(rollout || trainer) by k1 and k3 of
@@ -315,29 +343,34 @@ def rollout_agreement(
     that chi2_* stay finite.
 
     Args:
-        rollout, trainer: [N, R] log-probs (nats) of the sampled tokens.
+        rollout: [N, R] log-probs (nats) of the sampled tokens by the engine.
+        trainer: [N, R] log-probs (nats) of the sampled tokens by the trainer.
         mask: [N, R] bool, where the policy sampled; nothing else is looked at.
-        reduce: `Engine.reduce`, (values, "sum" or "max") -> the same over all ranks, of which each has rows
-            of its own; None: these are all rows.
+        reduce: `Engine.reduce`, which maps (values, "sum" or "max") to the same over all ranks, each of which
+            has rows of its own. None: these are all rows.
 
-    Example, one trajectory of two tokens, the engine's log-probs [-1.0, -2.0], the trainer's [-1.1, -2.0]: kl
-    0.05, log_prob_diff_max 0.1, rollout_log_ppl 1.5, training_log_ppl 1.55, ppl_ratio exp(0.05).
+    Returns:
+        The metrics by name, or an empty dictionary if nothing was sampled.
+
+    Example: one trajectory of two tokens, with the engine's log-probs [-1.0, -2.0] and the trainer's [-1.1,
+    -2.0], has kl 0.05, log_prob_diff_max 0.1, rollout_log_ppl 1.5, training_log_ppl 1.55, ppl_ratio
+    exp(0.05).
     """
     rows = mask.any(dim=1)
     mask = mask[rows]
     rollout, trainer = (x.detach()[rows].double().masked_fill(~mask, 0.0) for x in (rollout, trainer))
-    # 0 where nothing was sampled
+    # The log-ratio is 0 where nothing was sampled.
     log_ratio = trainer - rollout
     lengths = mask.sum(dim=1)
     rollout_log_ppl, training_log_ppl = (-x.sum(dim=1) / lengths for x in (rollout, trainer))
     log_ppl_diff = training_log_ppl - rollout_log_ppl
-    of_tokens = {  # metrics that are means over tokens
+    per_token = {  # means over tokens
         "log_prob_diff_mean": log_ratio.abs(),
         "kl": -log_ratio,
         "k3_kl": log_ratio.expm1() - log_ratio,
         "chi2_token": _chi2(log_ratio),
     }
-    of_rows = {  # means over rows
+    per_row = {  # means over rows
         "training_ppl": training_log_ppl.exp(),
         "training_log_ppl": training_log_ppl,
         "rollout_ppl": rollout_log_ppl.exp(),
@@ -352,21 +385,21 @@ def rollout_agreement(
         "log_ppl_diff_max": log_ppl_diff,
         "log_ppl_diff_min": -log_ppl_diff,
     }
-    sums = [float(values.sum()) for values in (mask, lengths > 0, *of_tokens.values(), *of_rows.values())]
-    most = [float(values.max()) if len(values) else -torch.inf for values in greatest.values()]
+    sums = [float(values.sum()) for values in (mask, lengths > 0, *per_token.values(), *per_row.values())]
+    maxima = [float(values.max()) if len(values) else -torch.inf for values in greatest.values()]
     if reduce is not None:
         sums = reduce(sums, "sum")
-        most = reduce(most, "max")
+        maxima = reduce(maxima, "max")
     num_tokens, num_rows, *sums = sums
     if not num_tokens:
         return {}
-    divisors = [num_tokens] * len(of_tokens) + [num_rows] * len(of_rows)
+    divisors = [num_tokens] * len(per_token) + [num_rows] * len(per_row)
     means = [total / divisor for total, divisor in zip(sums, divisors, strict=True)]
-    metrics = dict(zip((*of_tokens, *of_rows, *greatest), [*means, *most], strict=True))
+    metrics = dict(zip((*per_token, *per_row, *greatest), [*means, *maxima], strict=True))
     metrics["log_ppl_diff_min"] *= -1
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def _chi2(log_ratio: Tensor) -> Tensor:
-    """ratio^2 - 1"""
+    """Return ratio^2 - 1."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul(2).expm1()

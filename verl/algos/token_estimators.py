@@ -1,6 +1,6 @@
 """Advantages token by token, or against a baseline from outside of the batch.
 
-GAE has a critic, REINFORCE++ the rewards to come; ReMax compares with a greedy answer, RAE with a mean that
+GAE uses a critic, REINFORCE++ the rewards to come. ReMax compares with a greedy answer, RAE with a mean that
 is kept over steps. The optimal token baseline (Li et al. 2026, arXiv:2602.07078) gives each position a
 baseline of its own, weighted by how much gradient it multiplies. At a position t that several rows i of a
 group have reached, with G_t the sum of a row's rewards from t on:
@@ -28,7 +28,7 @@ Index = Sequence[Any] | np.ndarray
 
 
 def _rewards_to_go(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
-    """[N, R] float64: the sum of a row's rewards from each sampled token on; 0 elsewhere."""
+    """Return the sum of a row's rewards from each sampled token on, [N, R] float64; 0 elsewhere."""
     rewards = token_level_rewards.masked_fill(~mask, 0.0).double()
     return rewards.flip(-1).cumsum(-1).flip(-1).masked_fill(~mask, 0.0)
 
@@ -37,15 +37,22 @@ def _rewards_to_go(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16) over sampled
-    tokens only.
+    """Compute generalised advantage estimation over sampled tokens only.
 
-    With t+ the next *sampled* token after t (observations in between are stepped over; V = A = 0 past the
-    last): delta_t = r_t + gamma * V_{t+} - V_t;  A_t = delta_t + gamma * lam * A_{t+};  returns = A + V.
+    This is equation 16 of Schulman et al. 2015, arXiv:1506.02438. Let t+ be the next *sampled* token after t.
+    Observations in between are stepped over, and V = A = 0 past the last token.
+    delta_t = r_t + gamma * V_{t+} - V_t;  A_t = delta_t + gamma * lam * A_{t+};  returns = A + V.
     The advantages are then whitened over the sampled tokens of the batch, the returns are not.
 
-    values [N, R]: value of the state before each token. Returns (advantages, returns), both [N, R], 0
-    where masked.
+    Args:
+        token_level_rewards: r [N, R].
+        values: V [N, R], value of the state before each token.
+        response_mask: [N, R], 1 where the policy sampled the token.
+        gamma: discount per sampled token.
+        lam: lambda.
+
+    Returns:
+        (advantages, returns), both [N, R], 0 where masked.
     """
     mask = response_mask.bool()
     dtype = values.dtype
@@ -67,10 +74,10 @@ def compute_gae_advantage_return(
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (Hu 2025, arXiv:2501.03262): discounted reward-to-go, whitened over the sampled tokens
-    of the batch.
+    """Compute the advantages of REINFORCE++ (Hu 2025, arXiv:2501.03262) from the discounted reward-to-go.
 
-    G_t = r_t + gamma * G_{t+} with t+ the next sampled token; A = (G - mean) / std. Returns (A, G).
+    G_t = r_t + gamma * G_{t+} with t+ the next sampled token; A = (G - mean) / std, whitened over the sampled
+    tokens of the batch. Returns (A, G).
     """
     mask = response_mask.bool()
     rewards = token_level_rewards.masked_fill(~mask, 0.0).double()
@@ -88,10 +95,10 @@ def compute_reinforce_plus_plus_outcome_advantage(
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al. 2023, arXiv:2310.10505): the greedy answer's score is the baseline.
+    """Compute the advantages of ReMax, whose baseline is the greedy answer's score.
 
-    A_t = G_t - b, G_t the sum of the rewards from sampled token t on, b the row's `reward_baselines` [N].
-    Returns (A, G).
+    The method is that of Li et al. 2023, arXiv:2310.10505. A_t = G_t - b, where G_t is the sum of the rewards
+    from sampled token t on and b is the row's `reward_baselines` [N]. Returns (A, G).
     """
     mask = response_mask.bool()
     returns = _rewards_to_go(token_level_rewards, mask)
@@ -106,11 +113,12 @@ def compute_rae_outcome_advantage(
     running_baseline: RunningBaseline,
     baseline_keys: Sequence[str] | np.ndarray,
 ) -> tuple[Tensor, Tensor]:
-    """Role-conditioned advantage estimation (SPIRAL, Liu et al. 2025, arXiv:2506.24119): A = score - b.
+    """Compute the advantages A = score - b of role-conditioned advantage estimation.
 
-    b is the running mean of the row's `baseline_keys` [N] from the steps before: it does not depend on the
-    scores that it is taken off, so the gradient stays unbiased. (The paper writes the update first; its code
-    and prime-rl do as here.) Needs no groups. Afterwards call `running_baseline.update` with these rewards.
+    The method is that of SPIRAL (Liu et al. 2025, arXiv:2506.24119). b is the running mean of the row's
+    `baseline_keys` [N] from the steps before. It does not depend on the scores that it is subtracted from, so
+    the gradient stays unbiased. (The paper writes the update first; its code and prime-rl do as here.) The
+    estimator needs no groups. Afterwards call `running_baseline.update` with these rewards.
     """
     mask = response_mask.bool()
     baselines = running_baseline.baselines(baseline_keys).to(mask.device)
@@ -126,10 +134,10 @@ def _against_optimal_baseline(
     rollout_is_weights: Tensor | None,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(A, G) [N, R]; tokens of a group with equal `positions` [N, R] share a baseline."""
+    """Return (A, G) [N, R]; tokens of a group with equal `positions` [N, R] share a baseline."""
     probs = old_log_probs.masked_fill(~mask, 0.0).double().exp()
     energy = 1 - 2 * probs + sum_pi_squared.masked_fill(~mask, 0.0).double()
-    energy = energy.clamp(min=0)  # it is at least (1 - pi)^2; float32 probabilities may round below
+    energy = energy.clamp(min=0)  # it is at least (1 - pi)^2, but float32 probabilities may round below 0
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.masked_fill(~mask, 0.0).double().square()
     weights = energy.masked_fill(~mask, 0.0).cumsum(-1).flatten()
@@ -152,11 +160,12 @@ def compute_optimal_token_baseline_advantage(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Optimal token baseline for single-turn answers: a position is a column of the response.
+    """Compute advantages against the optimal token baseline for single-turn answers.
 
-    Rows are compared where they sampled the same column. Where only one row of the group did (the tail of the
-    longest one), the baseline is 0 as in verl; where all of them have W = 0 (the policy was certain so far)
-    it is their plain mean, as there is no gradient to weigh. Returns (A, G), both [N, R].
+    A position is a column of the response. Rows are compared where they sampled the same column. Where only
+    one row of the group did (the tail of the longest one), the baseline is 0, as in verl. Where all of them
+    have W = 0 (the policy was certain so far), the baseline is their plain mean, because there is no gradient
+    to weigh. Returns (A, G), both [N, R].
     """
     mask = response_mask.bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
@@ -173,12 +182,13 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Optimal token baseline for tool-integrated reasoning: a position is the count of sampled tokens so far.
+    """Compute advantages against the optimal token baseline for tool-integrated reasoning.
 
-    Observations are stepped over, so that rows which read documents of different lengths are compared by
-    what they sampled. The rest as in `compute_optimal_token_baseline_advantage`.
+    A position is the count of sampled tokens so far. Observations are stepped over, so that rows which read
+    documents of different lengths are compared by what they sampled. The rest is as in
+    `compute_optimal_token_baseline_advantage`.
     """
     mask = response_mask.bool()
-    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     policy = old_log_probs, sum_pi_squared, rollout_is_weights
-    return _against_optimal_baseline(token_level_rewards, mask, index, *policy, counted)
+    return _against_optimal_baseline(token_level_rewards, mask, index, *policy, positions)

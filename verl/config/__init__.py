@@ -1,4 +1,4 @@
-"""The configuration of a run: each key is declared once, in `schema.py`, `policy.py` or `environments.py`."""
+"""The configuration of a run; each key is declared once, in `schema.py`, `policy.py` or `environments.py`."""
 
 from verl.config.keys import Block, at, flat, put, to_dict
 from verl.config.loading import PROGRAMS, Loaded, load, load_config, load_sft_config

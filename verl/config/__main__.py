@@ -1,8 +1,8 @@
-"""Looks at arguments without torch, and writes what is made from the schema.
+"""Check arguments without torch, and write the files that are made from the schema.
 
-python -m verl.config ppo_trainer key=value ...   ends with 0 if a run takes these, else with 2
-python -m verl.config --check                     whether what is made from the schema is fresh
-python -m verl.config                             writes it
+python -m verl.config ppo_trainer key=value ...   exit with 0 if a run accepts these arguments, else with 2
+python -m verl.config --check                     check that the files made from the schema are up to date
+python -m verl.config                             write them
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def made_files() -> dict[Path, str]:
-    """File -> its content."""
+    """Return the content of each file that is made from the schema."""
     folder = ROOT / "verl" / "trainer" / "config"
     readable = {folder / f"{name}.yaml": yaml_file(name) for name in ("ppo_trainer", "sft_trainer")}
     return {**readable, ROOT / "configs" / "schema.json": json_schema()}
 
 
 def check_arguments(name: str, arguments: list[str]) -> int:
-    """Whether a program would take these arguments; its data may still have to be made."""
+    """Return 0 if a program accepts these arguments, else 2; its data may not have been made yet."""
     try:
         if name == "sft_trainer":
             check_sft_config(read_arguments(arguments, (name,)).config, with_data=False)

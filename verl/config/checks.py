@@ -1,7 +1,7 @@
-"""A user's mistakes that the schema can't see: files that are not there, and keys that contradict each other.
+"""Checks for mistakes that the schema can't see: missing files, and keys that contradict each other.
 
-Each raises ValueError with what was found, what was expected and what to do. Nothing here needs torch; what
-asks the estimator or the loss is in `verl.trainer.config.validation`.
+Each check raises ValueError with what was found, what was expected and what to do. Nothing here needs torch.
+Checks that ask the estimator or the loss are in `verl.trainer.config.validation`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ _INSTALL_VLLM = "`pip install -c constraints-vllm.txt vllm` (without a GPU: `bas
 
 
 def check_config(config: Config, *, format_reward: bool | None = None, with_data: bool = True) -> None:
-    """Everything about a configuration of reinforcement learning that can be said at once.
+    """Check everything about a configuration of reinforcement learning that can be checked at once.
 
-    format_reward: the program is `main_ppo_format`, which reads the format scores; None: it may be.
-    with_data: the files of rows have to be there.
+    Args:
+        config: the configuration.
+        format_reward: whether the program is `main_ppo_format`, which reads the format scores. None: unknown.
+        with_data: whether the files of rows must exist.
+
+    Raises:
+        ValueError: there is a mistake.
     """
     check_values(config)
     data = config.data
@@ -44,9 +49,9 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
         pools = "data.difficulty_pools"
         raise refusal(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
     if data.streaming and data.difficulty_pools.enable:
-        why = ", which ask for rows at any place; expected one or the other."
-        raise refusal(config, "data.streaming data.difficulty_pools.enable", why)
-    if with_data and not config.trainer.dry_run:  # else not made yet, or on another machine
+        expected = ", which ask for rows at any place; expected one or the other."
+        raise refusal(config, "data.streaming data.difficulty_pools.enable", expected)
+    if with_data and not config.trainer.dry_run:  # in a dry run the data may be missing, or elsewhere
         names = ["train_files"] * (data.mixture is None) + ["val_files"]
         for name in names + ["extra_val_files"] * (data.extra_val_files is not None):
             _check_files(f"data.{name}", data[name])
@@ -63,7 +68,10 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
 
 
 def check_sft_config(config: SFTConfig, *, with_data: bool = True) -> None:
-    """A configuration of supervised training. with_data: as above."""
+    """Check a configuration of supervised training.
+
+    `with_data` says whether the files of rows must exist. Raises ValueError if there is a mistake.
+    """
     check_values(config)
     if with_data:
         _check_files("data.train_files", config.data.train_files)
@@ -79,14 +87,17 @@ def check_sft_config(config: SFTConfig, *, with_data: bool = True) -> None:
 
 
 def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]) -> None:
-    """What both programs have. trained: blocks with an `optim`; models: blocks of models."""
+    """Check what both programs have.
+
+    `trained` names the blocks with an `optim`, `models` the blocks of models.
+    """
     trainer = config.trainer
     for block in trained:
         key = f"{block}.optim.betas".lstrip(".")
         betas = at(config, key)
         if len(betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas):
             raise refusal(config, key, "; expected two numbers in [0, 1).")
-    for block in models:  # LoRA: the package, and an adapter to go on from
+    for block in models:  # LoRA needs its package, and the adapter to go on from must exist
         path = at(config, block).lora_adapter_path
         rank = at(config, block).lora_rank
         if path is not None and not (Path(path) / "adapter_config.json").is_file():
@@ -95,8 +106,8 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
                 "PEFT adapter, such as <default_local_dir>/global_step_100/actor/adapter."
             )
         if (path is not None or rank > 0) and importlib.util.find_spec("peft") is None:
-            why = ", but peft is not there; run `pip install -c constraints.txt peft`."
-            raise refusal(config, f"{block}.lora_rank", why)
+            remedy = ", but peft is not there; run `pip install -c constraints.txt peft`."
+            raise refusal(config, f"{block}.lora_rank", remedy)
     for name in trainer.logger:
         if name not in LOGGERS:
             raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
@@ -122,7 +133,7 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
 
 
 def _check_files(key: str, files: str | list[str] | None) -> None:
-    """A key that names a file of rows, or a list of them."""
+    """Check a key that names a file of rows, or a list of them."""
     for path in as_list(files):
         if path is None:
             raise ValueError(f"Found no {key}; expected a parquet or jsonl file. Set {key}=<path>.parquet.")
@@ -131,7 +142,10 @@ def _check_files(key: str, files: str | list[str] | None) -> None:
 
 
 def check_model(key: str, path: str | None) -> None:
-    """A folder with a config.json, or the name of a model on the Hugging Face hub (`owner/name`)."""
+    """Check that a path is a folder with a config.json, or a name on the Hugging Face hub (`owner/name`).
+
+    Raises ValueError if it is neither.
+    """
     if path is None:
         raise ValueError(f"Found no {key}; expected a Hugging Face model folder. Set {key}=<folder>.")
     folder = Path(path)
@@ -148,27 +162,27 @@ def check_model(key: str, path: str | None) -> None:
 
 
 def _check_rollout(config: Config) -> None:
-    """What one key of the rollout means for another."""
+    """Check that the keys of the rollout go together."""
     rollout = config.actor_rollout_ref.rollout
     vllm = config.actor_rollout_ref.rollout.vllm
-    apart = rollout.placement == "apart"
+    is_apart = rollout.placement == "apart"
     name = f"{ROLLOUT}.name"
     placement = f"{ROLLOUT}.placement"
     _check_async(config)
     sharing = rollout.tensor_model_parallel_size or 1
     if sharing > 1 and rollout.name == "native":
-        why = f", which keeps a whole model in each process; expected 1, or {name}=vllm."
-        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", why)
+        expected = f", which keeps a whole model in each process; expected 1, or {name}=vllm."
+        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", expected)
     per_node = config.trainer.n_gpus_per_node
     is_native = rollout.name == "native" or (rollout.name == "auto" and config.trainer.device == "cpu")
-    if not apart and not is_native and per_node % sharing:
-        why = ": processes of one node share a model; expected a divisor of their number."
-        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size trainer.n_gpus_per_node", why)
-    usual = Vllm()
+    if not is_apart and not is_native and per_node % sharing:
+        expected = ": processes of one node share a model; expected a divisor of their number."
+        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size trainer.n_gpus_per_node", expected)
+    defaults = Vllm()
     for key in ("python", "num_servers", "server_urls"):
-        if not apart and vllm[key] != usual[key]:
-            why = f", where there are no servers; expected {name}=vllm {placement}=apart."
-            raise refusal(config, f"{ROLLOUT}.vllm.{key} {placement}", why)
+        if not is_apart and vllm[key] != defaults[key]:
+            expected = f", where there are no servers; expected {name}=vllm {placement}=apart."
+            raise refusal(config, f"{ROLLOUT}.vllm.{key} {placement}", expected)
     if vllm.server_urls is not None and (vllm.python is not None or vllm.num_servers != 1):
         keys = f"{ROLLOUT}.vllm.server_urls {ROLLOUT}.vllm.python {ROLLOUT}.vllm.num_servers"
         raise refusal(config, keys, ": servers run already, or are to be started; expected one or the other.")
@@ -177,75 +191,82 @@ def _check_rollout(config: Config) -> None:
             raise ValueError(f"Found {ROLLOUT}.vllm.server_urls={url}; expected http://host:port.")
     if rollout.keep_partial and rollout.straggler_factor is None:
         keys = f"{ROLLOUT}.keep_partial {ROLLOUT}.straggler_factor"
-        why = f", so no group is ever cut; expected both. Set for example {ROLLOUT}.straggler_factor=4."
-        raise refusal(config, keys, why)
+        expected = f", so no group is ever cut; expected both. Set for example {ROLLOUT}.straggler_factor=4."
+        raise refusal(config, keys, expected)
 
 
 def _check_async(config: Config) -> None:
-    """That rollouts which go on beside training can be, and that what is learnt from them is corrected."""
+    """Check that rollouts can go on beside training, and that what is learnt from them is corrected."""
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     algorithm = config.algorithm
     block = "trainer.async_training"
     processes = f"{ROLLOUT}.num_processes"
     key = f"{ROLLOUT}.name"
-    native = rollout.placement == "apart" and rollout.name == "native"
-    if rollout.num_processes != 1 and not native:
-        why = f", where there are none; expected {key}=native {ROLLOUT}.placement=apart."
-        raise refusal(config, f"{processes} {key} {ROLLOUT}.placement", why)
+    is_native_apart = rollout.placement == "apart" and rollout.name == "native"
+    if rollout.num_processes != 1 and not is_native_apart:
+        expected = f", where there are none; expected {key}=native {ROLLOUT}.placement=apart."
+        raise refusal(config, f"{processes} {key} {ROLLOUT}.placement", expected)
     if rollout.weight_transfer != "ray":
         transfer = f"{ROLLOUT}.weight_transfer"
-        if not native:
-            why = f", where nothing takes them; expected ray, or {key}=native {ROLLOUT}.placement=apart."
-            raise refusal(config, f"{transfer} {key} {ROLLOUT}.placement", why)
+        if not is_native_apart:
+            expected = f", where nothing takes them; expected ray, or {key}=native {ROLLOUT}.placement=apart."
+            raise refusal(config, f"{transfer} {key} {ROLLOUT}.placement", expected)
         if importlib.util.find_spec("zstandard") is None:
-            why = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
-            raise refusal(config, transfer, why)
-    if native and trainer.backend == "local":
+            expected = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
+            raise refusal(config, transfer, expected)
+    if is_native_apart and trainer.backend == "local":
         keys = f"trainer.backend {ROLLOUT}.placement"
         raise refusal(config, keys, ": processes apart need backend=ray or folder.")
-    if native and trainer.backend == "folder" and rollout.weight_transfer == "ray":
+    if is_native_apart and trainer.backend == "folder" and rollout.weight_transfer == "ray":
         keys = f"trainer.backend {ROLLOUT}.weight_transfer"
         raise refusal(config, keys, ": there is no Ray; expected weight_transfer=filesystem or delta.")
     if trainer.backend == "folder" and rollout.name == "vllm":
         raise refusal(config, f"trainer.backend {key}", ", which was never tried; expected name=native.")
-    for other, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
-        if native and rollout[other.rpartition(".")[2]] != value:
-            why = f", where a step waits for no group; {block}.group_deadline bounds them instead."
-            raise refusal(config, f"{other} {ROLLOUT}.placement", why)
+    for path, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
+        if is_native_apart and rollout[path.rpartition(".")[2]] != value:
+            expected = f", where a step waits for no group; {block}.group_deadline bounds them instead."
+            raise refusal(config, f"{path} {ROLLOUT}.placement", expected)
     if trainer.async_training.max_staleness == 0:
         return
     staleness = f"{block}.max_staleness"
-    if not native:
-        why = f", where nothing samples beside training; expected {key}=native {ROLLOUT}.placement=apart."
-        raise refusal(config, f"{staleness} {key} {ROLLOUT}.placement", why)
+    if not is_native_apart:
+        expected = (
+            f", where nothing samples beside training; expected {key}=native {ROLLOUT}.placement=apart."
+        )
+        raise refusal(config, f"{staleness} {key} {ROLLOUT}.placement", expected)
     if algorithm.adv_estimator == "remax":
-        why = ", whose baseline is a greedy rollout with the weights of the step; expected 0."
-        raise refusal(config, f"{staleness} algorithm.adv_estimator", why)
+        expected = ", whose baseline is a greedy rollout with the weights of the step; expected 0."
+        raise refusal(config, f"{staleness} algorithm.adv_estimator", expected)
     correction = algorithm.rollout_correction
     if correction.rollout_is is None and not correction.bypass_mode:
-        why = (
+        expected = (
             ": what older weights have sampled must be weighted by its ratio; set "
             "algorithm.rollout_correction.bypass_mode=true (the loss clips the ratio to the rollout's "
             "probabilities), or algorithm.rollout_correction.rollout_is=token."
         )
-        raise refusal(config, staleness, why)
+        raise refusal(config, staleness, expected)
 
 
 def check_vllm_is_there(config: Config) -> None:
-    """That the interpreter which is to run vLLM has it: this one, or the one for servers to start."""
+    """Check that the interpreter that is to run vLLM has it: this one, or the one for servers to start.
+
+    Raises ValueError if it does not.
+    """
     rollout = config.actor_rollout_ref.rollout
     python = rollout.vllm.python
-    wanted = rollout.name == "vllm" or (rollout.name == "auto" and rollout.placement == "apart")
-    if not wanted or rollout.vllm.server_urls is not None:
+    needs_vllm = rollout.name == "vllm" or (rollout.name == "auto" and rollout.placement == "apart")
+    if not needs_vllm or rollout.vllm.server_urls is not None:
         return
     if python is None:
         spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:  # no origin: a mere folder of that name on the path
-            other = f"{ROLLOUT}.name=native" if rollout.placement == "colocated" else f"{ROLLOUT}.vllm.python"
+        if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
+            alternative = (
+                f"{ROLLOUT}.name=native" if rollout.placement == "colocated" else f"{ROLLOUT}.vllm.python"
+            )
             raise ValueError(
                 f"Found {ROLLOUT}.name={rollout.name}, but vLLM is not installed for this interpreter; run "
-                f"{_INSTALL_VLLM}, or set {other}."
+                f"{_INSTALL_VLLM}, or set {alternative}."
             )
     elif shutil.which(python) is None:
         raise ValueError(f"Found no interpreter at {ROLLOUT}.vllm.python={python}; expected one with vLLM.")
@@ -260,42 +281,42 @@ def check_vllm_is_there(config: Config) -> None:
 
 
 def _check_losses(config: Config) -> None:
-    """KL, entropy and rollout correction."""
+    """Check the keys of KL, entropy and rollout correction."""
     actor = config.actor_rollout_ref.actor
     algorithm = config.algorithm
     control = algorithm.kl_ctrl
     entropy = actor.entropy_ctrl
     kl_coef = actor.kl_loss_coef if actor.use_kl_loss else control.kl_coef
     if config.actor_rollout_ref.ref.reset_every is not None and kl_coef == 0:
-        why = ", but no KL to a reference is asked for; expected null, or actor.use_kl_loss=true with "
-        raise refusal(config, "actor_rollout_ref.ref.reset_every", f"{why}actor.kl_loss_coef above 0.")
+        expected = ", but no KL to a reference is asked for; expected null, or actor.use_kl_loss=true with "
+        raise refusal(config, "actor_rollout_ref.ref.reset_every", f"{expected}actor.kl_loss_coef above 0.")
     if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
         keys = "algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon"
         raise refusal(config, keys, "; expected both, for example target_kl=0.1 and horizon=10000.")
     if actor.use_kl_loss and actor.kl_loss_coef > 0 and actor.kl_loss_type in ("kl", "k1"):
-        why = (
+        expected = (
             " in the loss, where its gradient is 0 on average: it adds noise and holds nothing; expected k2, "
             "or k1+ (the same value with k2's gradient). In the reward "
             f"({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
         )
-        raise refusal(config, f"{ACTOR}.kl_loss_type", why)
+        raise refusal(config, f"{ACTOR}.kl_loss_type", expected)
     if entropy.target_entropy is not None and not 0 <= actor.entropy_coeff <= entropy.max_coeff:
-        why = f", where the adaptive weight starts; expected a number from 0 to {entropy.max_coeff}."
-        raise refusal(config, f"{ACTOR}.entropy_coeff", why)
+        expected = f", where the adaptive weight starts; expected a number from 0 to {entropy.max_coeff}."
+        raise refusal(config, f"{ACTOR}.entropy_coeff", expected)
     prefix = "algorithm.rollout_correction"
     correction = algorithm.rollout_correction
     if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
-        why = (
+        expected = (
             "; expected one or the other: with bypass_mode the policy loss has the ratio of the trainer to "
             "the rollout engine already, and there is nothing to compare it with."
         )
-        raise refusal(config, f"{prefix}.bypass_mode {prefix}.rollout_is {prefix}.rollout_rs", why)
+        raise refusal(config, f"{prefix}.bypass_mode {prefix}.rollout_is {prefix}.rollout_rs", expected)
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
-        why = "; expected both or none, for example rollout_rs=token and rollout_rs_threshold=2.0."
-        raise refusal(config, f"{prefix}.rollout_rs {prefix}.rollout_rs_threshold", why)
+        expected = "; expected both or none, for example rollout_rs=token and rollout_rs_threshold=2.0."
+        raise refusal(config, f"{prefix}.rollout_rs {prefix}.rollout_rs_threshold", expected)
     if correction.rollout_is_batch_normalize and correction.rollout_is is None:
-        why = f" without weights; expected {prefix}.rollout_is=token or sequence."
-        raise refusal(config, f"{prefix}.rollout_is_batch_normalize", why)
+        expected = f" without weights; expected {prefix}.rollout_is=token or sequence."
+        raise refusal(config, f"{prefix}.rollout_is_batch_normalize", expected)
 
 
 def _check_rewards(config: Config, format_reward: bool | None) -> None:
@@ -305,31 +326,36 @@ def _check_rewards(config: Config, format_reward: bool | None) -> None:
     if path is not None and not Path(path).is_file():
         raise ValueError(f"Found no file at custom_reward_function.path={path}; expected a python file.")
     if format_reward and path is not None:
-        why = " in main_ppo_format, which has a reward of its own; run verl.trainer.main_ppo with it."
-        raise refusal(config, "custom_reward_function.path", why)
+        expected = " in main_ppo_format, which has a reward of its own; run verl.trainer.main_ppo with it."
+        raise refusal(config, "custom_reward_function.path", expected)
     for name in FORMAT_SCORES:
         if config.reward_model[name] and format_reward is False:
-            why = ", but this program scores exact match alone; run `python -m verl.trainer.main_ppo_format`."
-            raise refusal(config, f"reward_model.{name}", why)
+            expected = (
+                ", but this program scores exact match alone; run `python -m verl.trainer.main_ppo_format`."
+            )
+            raise refusal(config, f"reward_model.{name}", expected)
     if buffer.enable and buffer.len >= longest:
-        why = f", so that every last turn would be near it; expected less, for example {longest // 4}."
-        raise refusal(config, "reward_model.overlong_buffer.len data.max_response_length", why)
+        expected = f", so that every last turn would be near it; expected less, for example {longest // 4}."
+        raise refusal(config, "reward_model.overlong_buffer.len data.max_response_length", expected)
 
 
 def check_layout(config: Config) -> None:
-    """fsdp_size and ulysses_sequence_parallel_size against the number of processes."""
+    """Check fsdp_size and ulysses_sequence_parallel_size against the number of processes.
+
+    Raises ValueError if they don't fit.
+    """
     actor = config.actor_rollout_ref.actor
     num_processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
     fsdp_size = actor.fsdp_config.fsdp_size
     if actor.strategy == "megatron":
         if fsdp_size != -1:
-            why = ", which does not shard weights so; expected -1, or strategy=fsdp."
-            raise refusal(config, f"{ACTOR}.fsdp_config.fsdp_size {ACTOR}.strategy", why)
+            expected = ", which does not shard weights so; expected -1, or strategy=fsdp."
+            raise refusal(config, f"{ACTOR}.fsdp_config.fsdp_size {ACTOR}.strategy", expected)
         return
     sizes: dict[str, Any] = {"ulysses_sequence_parallel_size": actor.ulysses_sequence_parallel_size}
     if -1 != fsdp_size < num_processes:
         sizes["fsdp_config.fsdp_size"] = fsdp_size
     for name, size in sizes.items():
         if size < 1 or num_processes % size:
-            why = f" with {num_processes} processes; expected a number that divides them."
-            raise refusal(config, f"{ACTOR}.{name}", why)
+            expected = f" with {num_processes} processes; expected a number that divides them."
+            raise refusal(config, f"{ACTOR}.{name}", expected)

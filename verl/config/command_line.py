@@ -1,4 +1,4 @@
-"""A program's arguments: keys, files of keys, and the options that print the configuration and end."""
+"""The arguments of a program: keys, files of keys, and the options that print the configuration and exit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Layers, the weakest first: defaults, environment (VERL__TRAINER__SEED=1), files,
 def read_arguments(
     argv: Sequence[str], names: Sequence[str] = ("ppo_trainer", "ppo_megatron_trainer")
 ) -> Loaded:
-    """The configuration that the arguments ask for.
+    """Return the configuration that the arguments ask for.
 
     Args:
-        names: of the configurations that the program takes; the first one is meant without `--config-name`.
+        argv: the arguments.
+        names: the configurations that the program takes. The first one is used without `--config-name`.
 
     Raises:
         ValueError: an argument can't be read; see `load`.

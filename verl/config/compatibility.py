@@ -1,8 +1,8 @@
 """Keys of Search-R1, verl and earlier versions that the schema does not have, and what becomes of each.
 
 an alias            sets a key of the schema, perhaps after a conversion
-fixed               may only have the value that it has there already; others are refused with the reason
-without effect      taken with a note: it changes nothing here
+fixed               may only have the value that it already has; other values are refused with the reason
+without effect      accepted with a note that it changes nothing here
 removed             unknown, with what to do instead
 """
 
@@ -21,9 +21,15 @@ from verl.config.values import parse_value
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name of `key`. convert: (configuration, value) -> the key's value; None: it is the same. kind,
-    low: of the value that is converted. also: keys that are set besides. joins: what `convert` gives holds
-    what the key has by its own name, too.
+    """Another name of `key`.
+
+    Attributes:
+        key: the key of the schema.
+        convert: function that maps (configuration, value) to the key's value. None: the value is the same.
+        kind: type of the value that is converted.
+        low: lower bound of the value that is converted.
+        also: keys that are set besides.
+        joins: whether the result of `convert` also holds what the key has by its own name.
     """
 
     key: str
@@ -41,7 +47,10 @@ class Alias:
 
 @dataclass(frozen=True)
 class Table:
-    """What one program takes besides its schema; see above. renamed_groups: of keys without another entry."""
+    """The keys that one program accepts besides its schema; see the module.
+
+    `renamed_groups` is for the keys of a group that have no entry of their own.
+    """
 
     renamed_groups: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, Alias] = field(default_factory=dict)
@@ -51,11 +60,11 @@ class Table:
 
     @property
     def names(self) -> set[str]:
-        """All keys that are taken."""
+        """Return all keys that are accepted."""
         return {*self.aliases, *self.fixed, *self.without_effect}
 
     def note(self, name: str, value: Any) -> str | None:
-        """A line on a key without effect that is set to something else than what it usually is.
+        """Return a line on a key without effect whose value is not the usual one, else None.
 
         Raises:
             ValueError: the key is fixed, to another value.
@@ -70,7 +79,10 @@ class Table:
 
 
 def replicas(config: Config | SFTConfig) -> int:
-    """Groups of processes with rows of their own: on Megatron several processes share each row."""
+    """Return the number of groups of processes that have rows of their own.
+
+    On Megatron several processes share each row.
+    """
     processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if isinstance(config, SFTConfig) or config.actor_rollout_ref.actor.strategy != "megatron":
         return processes
@@ -80,7 +92,7 @@ def replicas(config: Config | SFTConfig) -> int:
 
 
 def _of_the_run(config: Config | SFTConfig, rows: int) -> int:
-    """Rows of a pass over all processes -> rows of one process's pass."""
+    """Convert the rows of a pass over all processes to the rows of one process's pass."""
     return max(1, rows // replicas(config))
 
 
@@ -89,7 +101,10 @@ def _with_enforce_eager(config: Config, value: bool) -> dict[str, Any]:
 
 
 def _reasons(text: str) -> dict[str, tuple[Any, str]]:
-    """Key -> (value, reason), of lines "key=value key=value: reason"; _BLOCKS: what a key may begin with."""
+    """Parse lines "key=value key=value: reason" to a table key -> (value, reason).
+
+    _BLOCKS lists what a key may begin with.
+    """
     table: dict[str, tuple[Any, str]] = {}
     for entry in re.findall(r"(\S+=[^:]+): (.+)\n", text):
         for setting in entry[0].split():
@@ -100,7 +115,7 @@ def _reasons(text: str) -> dict[str, tuple[Any, str]]:
     return table
 
 
-PASSES = {  # the whole run's size of a pass in rows -> what it is when nothing is set
+PASSES = {  # key of the size of a pass, in rows of the whole run -> its value when nothing is set
     f"{ACTOR}.ppo_micro_batch_size": 64,
     f"{REF}.log_prob_micro_batch_size": 128,
     f"{ROLLOUT}.log_prob_micro_batch_size": 128,
@@ -286,8 +301,8 @@ RL = Table(
         "data.difficulty_pools.easy_threshold": "It is always 1.",
         "data.difficulty_pools.hard_threshold": "It is always 0.",
         **{
-            theirs: f"SkyRL's {theirs} is {ours} here."
-            for theirs, ours in map(str.split, _SKYRL.strip().split("\n"))
+            skyrl_key: f"SkyRL's {skyrl_key} is {our_key} here."
+            for skyrl_key, our_key in map(str.split, _SKYRL.strip().split("\n"))
         },
     },
 )

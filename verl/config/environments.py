@@ -33,7 +33,7 @@ class JudgeConfig(Block):
 
 @dataclass(slots=True)
 class EnvironmentConfig(Block):
-    """What an action of the policy does (verl/environments)."""
+    """The environments, in which an action of the policy has its effect (verl/environments)."""
 
     env_class: str = key("search", "of rows without a column env_class: a name, or package.module:Class")
     max_workers: Count = key(256, "most environments at a step in threads of one process (32 in processes)")
@@ -46,7 +46,7 @@ class EnvironmentConfig(Block):
 
 @dataclass(slots=True)
 class VerifiersConfig(Block):
-    """Rewards by verifiers that the rows name (verl/verifiers)."""
+    """The rewards by verifiers that the rows name (verl/verifiers)."""
 
     max_failed_share: Share = key(0.5, "the run stops when more of a step's trajectories are not verified")
     cpu_seconds: Positive = key(5.0, "math, ifeval: processor time of a response, which is worth 0 beyond")

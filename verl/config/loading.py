@@ -1,9 +1,9 @@
-"""From what a user wrote to one configuration: defaults < environment < files < key=value.
+"""Loading of one configuration from its layers: defaults < environment < files < key=value.
 
     ["@a.yaml", "trainer.seed=1", "+trainer.val_only=true", ...] -> settings -> checked -> Config
 
-A misspelt key names its nearest neighbour; `+key` and `++key` mean `key` (Search-R1's scripts need that), and
-of a repeated key the last one counts.
+The message about a misspelt key names its nearest neighbour. `+key` and `++key` mean `key` (Search-R1's
+scripts need that), and of a repeated key the last one counts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ VARIABLE_PREFIX = "VERL__"
 
 @dataclass(frozen=True)
 class Setting:
-    """A key's value in one layer. text: as the user wrote it, for messages. layer: 1 environment, 2 and so on
-    files, the last one the command line. origin: the same in words.
+    """A key's value in one layer.
+
+    Attributes:
+        key: dotted name.
+        value: the value.
+        text: the value as the user wrote it, for messages.
+        layer: 1 is the environment, 2 and so on are files, the last one is the command line.
+        origin: the layer in words.
     """
 
     key: str
@@ -42,7 +48,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, where each of its values is from, and lines on keys that change nothing here."""
+    """A configuration, the origin of each of its values, and notes on keys that change nothing here."""
 
     config: Any
     origins: Mapping[str, str]
@@ -51,7 +57,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Program:
-    """A configuration with a name. preset: dotted name -> default instead of the schema's."""
+    """A configuration with a name; `preset` maps dotted names to defaults that replace the schema's."""
 
     schema: type[Block]
     table: Table
@@ -70,7 +76,7 @@ def load(
     config_name: str = "ppo_trainer",
     environment: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """The configuration that the layers give.
+    """Load the configuration that the layers give.
 
     Args:
         arguments: `key=value`, `+key=value`, `++key=value`, `@file` or `@ file`.
@@ -91,7 +97,7 @@ def load(
     program = PROGRAMS[config_name]
     keys = keys_of(program.schema)
     table = program.table
-    values = {path: each.default for path, each in keys.items()} | dict(program.preset)
+    values = {path: spec.default for path, spec in keys.items()} | dict(program.preset)
     origins = dict.fromkeys(keys, "default") | dict.fromkeys(program.preset, config_name)
     aliases: dict[str, Setting] = {}
     layer_of: dict[str, int] = {}
@@ -105,7 +111,7 @@ def load(
             elif name in table.names:
                 notes[name] = table.note(name, value)
             else:
-                if name not in keys:  # in a dictionary where any key may be
+                if name not in keys:  # it is in a dictionary in which any key may be set
                     owner = next(path for path in keys if keys[path].is_open and _is_in(name, path))
                     value = _with_entry(values[owner], name.removeprefix(owner + "."), value)
                     name = owner
@@ -114,7 +120,7 @@ def load(
                 values[name] = value
                 origins[name] = setting.origin
                 layer_of[name] = setting.layer
-    # a key's own name wins over another one in the same or a lower layer
+    # A key's own name wins over an alias in the same or a lower layer.
     aliases = {
         name: setting
         for name, setting in aliases.items()
@@ -144,14 +150,14 @@ def load(
 
 
 def _with_entry(dictionary: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A dictionary with one entry more, which a dotted name leads to."""
+    """Return a dictionary with one more entry, at a dotted name."""
     name, _, rest = path.partition(".")
     return {**dictionary, name: _with_entry(dictionary.get(name) or {}, rest, value) if rest else value}
 
 
 def _complete(config: Config) -> None:
-    """Fills in, in place, what depends on several keys."""
-    for name, rows in PASSES.items():  # left null where passes are formed by tokens
+    """Fill in, in place, what depends on several keys."""
+    for name, rows in PASSES.items():  # these stay null where passes are formed by tokens
         if at(config, f"{name}_per_gpu") is None and not config.actor_rollout_ref.actor.use_dynamic_bsz:
             put(config, f"{name}_per_gpu", max(1, rows // replicas(config)))
     vllm = config.actor_rollout_ref.rollout.vllm
@@ -162,7 +168,7 @@ def _complete(config: Config) -> None:
 def _layers(
     arguments: Sequence[str], environment: Mapping[str, str], keys: Mapping[str, Key], table: Table
 ) -> Iterator[Setting]:
-    """All settings, the weakest layer first."""
+    """Yield all settings, the weakest layer first."""
 
     def value(name: str, text: str, written: str) -> Any:
         declared = keys.get(name)
@@ -180,16 +186,16 @@ def _layers(
             written = f"{variable}={text}"
             yield Setting(name, value(name, text, written), written, 1, f"environment ({variable})")
     layer = 2
-    waiting = list(arguments)
-    on_the_line = []
-    while waiting:
-        argument = waiting.pop(0)
+    pending = list(arguments)
+    settings = []
+    while pending:
+        argument = pending.pop(0)
         if argument.startswith("@"):
-            yield from _file_settings(argument[1:] or (waiting.pop(0) if waiting else ""), layer)
+            yield from _file_settings(argument[1:] or (pending.pop(0) if pending else ""), layer)
             layer += 1
         else:
-            on_the_line.append(argument)
-    for argument in on_the_line:
+            settings.append(argument)
+    for argument in settings:
         name, text = _split(argument)
         yield Setting(name, value(name, text, argument), argument, layer, "command line")
 
@@ -212,7 +218,7 @@ def _file_settings(name: str, layer: int) -> Iterator[Setting]:
 
 
 def _split(argument: str) -> tuple[str, str]:
-    """(key, value as text) of an argument."""
+    """Return the key of an argument, and its value as text."""
     name, equals, text = argument.lstrip("+").partition("=")
     if argument.startswith("~"):
         raise ValueError(f"Found {argument!r}; a key cannot be removed. Set {name[1:]}=null or leave it out.")
@@ -229,27 +235,27 @@ def _split(argument: str) -> tuple[str, str]:
 
 
 def _named(setting: Setting, program: Program) -> Iterator[Setting]:
-    """The setting, or one for each entry of a dictionary that stands for a group of keys."""
+    """Yield the setting, or one for each entry of a dictionary that stands for a group of keys."""
     keys = keys_of(program.schema)
     table = program.table
     name = setting.key
     if name in keys or name in table.names or any(_is_in(name, path) for path in keys if keys[path].is_open):
         yield setting
         return
-    for group, other in table.renamed_groups.items():
+    for group, new_group in table.renamed_groups.items():
         if _is_in(name, group):
-            yield from _named(replace(setting, key=other + name.removeprefix(group)), program)
+            yield from _named(replace(setting, key=new_group + name.removeprefix(group)), program)
             return
     inside = [path for path in (*keys, *table.names) if _is_in(path, name)]
     if inside and isinstance(setting.value, dict):
         for inner, value in setting.value.items():
             yield from _named(replace(setting, key=f"{name}.{inner}", value=value), program)
         return
-    known = [path for path in keys if keys[path].must_follow is None]
+    settable_keys = [path for path in keys if keys[path].must_follow is None]
     if inside:
-        names = ", ".join(path for path in known if path in inside)
+        names = ", ".join(path for path in settable_keys if path in inside)
         raise ValueError(f"Found {setting.text!r}, but {name} is a group of keys; expected one of: {names}.")
-    first, *others = nearest_keys(name, known)
+    first, *others = nearest_keys(name, settable_keys)
     hint = table.removed.get(name, f"The nearest known key is {first!r} (then {', '.join(others)}).")
     if name.split(".")[0] == "hydra":
         hint = "Nothing is written through Hydra; the run's folder is trainer.default_local_dir."
@@ -261,7 +267,7 @@ def _is_in(name: str, group: str) -> bool:
 
 
 def _resolve(values: dict[str, Any], keys: Mapping[str, Key], origins: dict[str, str]) -> None:
-    """Fills in, in place, defaults that follow other keys, and `${key}` in texts."""
+    """Fill in, in place, defaults that follow other keys, and `${key}` in texts."""
 
     def resolved(path: str, waiting: tuple[str, ...] = ()) -> Any:
         if path not in values:
@@ -271,15 +277,15 @@ def _resolve(values: dict[str, Any], keys: Mapping[str, Key], origins: dict[str,
         if path in waiting:
             raise ValueError(f"Found {path}={values[path]}, which leads back to itself; expected a value.")
         source = keys[path].follows
-        inside = (*waiting, path)
+        chain = (*waiting, path)
         if source is not None and origins[path] == "default":
-            values[path] = resolved(source, inside)
+            values[path] = resolved(source, chain)
             origins[path] = f"as {source}"
         value = values[path]
         if isinstance(value, str):
-            whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
-            text = re.sub(r"\$\{([\w.]+)\}", lambda match: shown(resolved(match[1], inside)), value)
-            values[path] = resolved(whole[1], inside) if whole else text
+            only_key = re.fullmatch(r"\$\{([\w.]+)\}", value)
+            text = re.sub(r"\$\{([\w.]+)\}", lambda match: shown(resolved(match[1], chain)), value)
+            values[path] = resolved(only_key[1], chain) if only_key else text
         return values[path]
 
     for path in keys:
@@ -287,7 +293,10 @@ def _resolve(values: dict[str, Any], keys: Mapping[str, Key], origins: dict[str,
 
 
 def nearest_keys(name: str, known: Sequence[str], count: int = 3) -> list[str]:
-    """The known keys that look most like `name`, best first; a missing front part is no difference."""
+    """Return the known keys that look most like `name`, best first.
+
+    A missing front part of `name` counts as no difference.
+    """
     depth = name.count(".") + 1
 
     def likeness(candidate: str) -> tuple[float, float]:
@@ -300,21 +309,22 @@ def nearest_keys(name: str, known: Sequence[str], count: int = 3) -> list[str]:
 
 
 def load_config(arguments: Sequence[str], config_name: str = "ppo_trainer") -> Config:
-    """The configuration of `load` alone, for reinforcement learning."""
+    """Return only the configuration of `load`, for reinforcement learning."""
     config = load(arguments, config_name).config
     assert isinstance(config, Config), config_name
     return config
 
 
 def load_sft_config(arguments: Sequence[str]) -> SFTConfig:
-    """The configuration of `load` alone, for supervised training."""
+    """Return only the configuration of `load`, for supervised training."""
     config: SFTConfig = load(arguments, "sft_trainer").config
     return config
 
 
 def absolute_folders(config: Block, paths: Sequence[str]) -> None:
-    """Make the folders of these keys absolute, in place: workers may have another working directory. What is
-    no folder here (null, a name on the hub) stays.
+    """Make the folders of these keys absolute, in place, because workers may have another working directory.
+
+    A value that is no folder here (null, a name on the hub) stays as it is.
     """
     for path in paths:
         value = at(config, path)

@@ -28,7 +28,7 @@ Entry = TypeVar("Entry", bound=Block)
 
 @dataclass(slots=True)
 class Source(Block):
-    """One entry of `data.mixture`. files: what path comes to."""
+    """One entry of `data.mixture`; `files` are the files that `path` stands for."""
 
     name: str = key(None, "its name; default: that of the file or environment")
     path: str | list[str] | None = key(None, "file (.parquet, .jsonl), list of files, or a folder")
@@ -46,7 +46,10 @@ class Source(Block):
     files: tuple[Path, ...] = ()
 
     def rows_to_use(self, num_rows: int) -> int | None:
-        """How many of its rows are drawn from; None: all. ValueError: amount is 1 where 1.0 was meant."""
+        """Return how many of the source's rows are drawn from; None stands for all.
+
+        Raises ValueError if amount is 1 where 1.0 was probably meant.
+        """
         if self.amount == 1 and isinstance(self.amount, int) and num_rows > 100:
             raise ValueError(
                 f"Found amount: 1, a single row, for {self.name!r} of data.mixture, which has {num_rows} "
@@ -56,17 +59,17 @@ class Source(Block):
         return max(count, 1) if count < num_rows else None
 
     def weight(self, num_rows: int) -> float:
-        """Its weight among the prompts of a step, of a source with so many rows."""
+        """Return the source's weight among the prompts of a step, if it has `num_rows` rows."""
         if self.ratio is not None:
             return float(self.ratio)
         return float(self.amount if isinstance(self.amount, int) else self.amount * num_rows)
 
 
 def sources_of(config: Config, with_data: bool = True) -> list[Source]:
-    """The sources of `data.mixture`, in its order; none without one.
+    """Return the sources of `data.mixture`, in its order; an empty list without a mixture.
 
     Raises:
-        ValueError: an entry that can't be meant so, or (with_data) a file that is not there.
+        ValueError: an entry is wrong, or (with_data) a file does not exist.
     """
     sources: dict[str, Source] = {}
     for number, entry in enumerate(config.data.mixture or []):
@@ -86,9 +89,9 @@ def sources_of(config: Config, with_data: bool = True) -> list[Source]:
                 )
         source.name = source.name or (paths[0].stem if paths else (source.env or {})["id"])
         if source.name in sources or "/" in source.name:
-            what = "with a /" if "/" in source.name else "twice"
+            problem = "with a /" if "/" in source.name else "twice"
             raise ValueError(
-                f"Found the name {source.name!r} at {where} {what}; "
+                f"Found the name {source.name!r} at {where} {problem}; "
                 "expected a name of its own for each source: name: <name>."
             )
         sources[source.name] = source
@@ -96,28 +99,32 @@ def sources_of(config: Config, with_data: bool = True) -> list[Source]:
 
 
 def read_entry(block: type[Entry], entry: object, where: str, expected: str) -> Entry:
-    """An entry of a list in the configuration, checked by its block. ValueError: it can't be meant so."""
+    """Return an entry of a list in the configuration, checked by its block.
+
+    Raises ValueError if the entry is wrong.
+    """
     if not isinstance(entry, Mapping):
         raise ValueError(f"Found {where}={entry!r}; expected {expected}.")
     keys = keys_of(block)
-    given = {name: value for name, value in entry.items() if value is not None}
-    for name, value in given.items():
+    settings = {name: value for name, value in entry.items() if value is not None}
+    for name, value in settings.items():
         if name not in keys:
-            near = difflib.get_close_matches(str(name), keys, 1, 0)[0]
+            nearest = difflib.get_close_matches(str(name), keys, 1, 0)[0]
             raise ValueError(
-                f"Found the unknown key {name!r} in {where}; the nearest one is {near!r} (there are "
+                f"Found the unknown key {name!r} in {where}; the nearest one is {nearest!r} (there are "
                 f"{', '.join(keys)})."
             )
         replace(keys[name], path=f"{where}.{name}").check(value)
         if isinstance(value, list) and not (value and all(isinstance(item, str) for item in value)):
             raise ValueError(f"Found {where}.{name}={value}; expected a text, or a list of texts.")
-    return block(**given)
+    return block(**settings)
 
 
 @dataclass(slots=True)
 class HeldOut(Block):
-    """One entry of `trainer.evals`: rows that are asked during training, never trained on. of_validation: it
-    names no files, so its rows are the validation's.
+    """One entry of `trainer.evals`: rows that are asked during training, and never trained on.
+
+    `of_validation` is true if the entry names no files, so that its rows are the validation's.
     """
 
     files: str | list[str] | None = key(
@@ -143,7 +150,7 @@ def evals_of(config: Config, with_data: bool = True) -> list[HeldOut]:
     The name of a set says which retriever it has: NAME, NAME/shuffled or NAME/empty.
 
     Raises:
-        ValueError: an entry that can't be meant so, or (with_data) a file that is not there.
+        ValueError: an entry is wrong, or (with_data) a file does not exist.
     """
     sets: dict[str, HeldOut] = {}
     for number, entry in enumerate(config.trainer.evals or []):
@@ -174,8 +181,8 @@ def evals_of(config: Config, with_data: bool = True) -> list[HeldOut]:
 
 
 def _files(path: Path, splits: list[str]) -> list[Path]:
-    """A file itself; of a folder, the files of these splits, also in its folder `data`."""
+    """Return a file itself; for a folder, the files of these splits, also in its folder `data`."""
     if not path.is_dir():
         return [path] if path.is_file() and path.suffix in SUFFIXES else []
-    inside = sorted(file for folder in (path, path / "data") for file in folder.glob("*.*"))
-    return [file for file in inside if file.suffix in SUFFIXES and file.name.startswith(tuple(splits))]
+    candidates = sorted(file for folder in (path, path / "data") for file in folder.glob("*.*"))
+    return [file for file in candidates if file.suffix in SUFFIXES and file.name.startswith(tuple(splits))]

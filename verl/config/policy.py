@@ -1,5 +1,6 @@
-"""Keys of models and their optimizers, and those below `actor_rollout_ref`: the policy, its update, its
-rollouts, the reference and the teacher.
+"""Keys of models and their optimizers, and the keys below `actor_rollout_ref`.
+
+The latter are those of the policy, its update, its rollouts, the reference and the teacher.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class Optim(Block):
     warmup_style: str = key("constant", "what follows the warm-up", "constant cosine linear")
     betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates")
     weight_decay: NotNegative = key(0.01, "decoupled weight decay, of AdamW and of Muon")
-    adamw_lr: float | None = None  # no key: muon's lr of what AdamW trains (null: lr)
+    adamw_lr: float | None = None  # not a key; muon: learning rate of what AdamW trains (null: lr)
     momentum: ClassVar[float] = 0.95  # muon: decay rate of the gradient's average
-    total_training_steps: int = -1  # no key: length of the schedule in steps, which the trainer fills in
+    total_training_steps: int = -1  # not a key; length of the schedule in steps, filled in by the trainer
 
 
 @dataclass(slots=True)
 class MixedPrecision(Block):
-    """Types of the computation. Gradients are summed over processes in fp32."""
+    """The types of the computation. Gradients are summed over processes in fp32."""
 
     param_dtype: str | None = key(
         None,
@@ -57,7 +58,7 @@ class MixedPrecision(Block):
 
 @dataclass(slots=True)
 class Fsdp(Block):
-    """How a trained model is kept in memory and cut over processes."""
+    """The memory of a trained model: how it is kept and cut over processes."""
 
     param_offload: bool = key(False, "CUDA: keep the weights in CPU memory between uses")
     optimizer_offload: bool = key(False, "CUDA: keep the optimizer's state in CPU memory between updates")
@@ -102,7 +103,7 @@ class Policy(ModelWithAdapters):
 
 @dataclass(slots=True)
 class PolicyLoss(Block):
-    """Which policy loss, and what single losses read besides the clip ratios."""
+    """The choice of the policy loss, and what single losses read besides the clip ratios."""
 
     loss_mode: str = key(
         "vanilla",
@@ -115,11 +116,11 @@ class PolicyLoss(Block):
     kl_cov_ratio: PositiveShare = key(0.0002, "kl_cov: share of the sampled tokens with a penalty")
     ppo_kl_coef: NotNegative = key(0.1, "kl_cov: weight of that penalty, the distance to the old log-prob")
     dro_beta: Positive = key(0.05, "dro: strength of the pull to the old policy (reward per nat)")
-    # Constants: settings of single losses that stay as their papers have them.
+    # Constants: settings of single losses that stay as in their papers.
     aipo_max_ratio: float = 5.0  # aipo: the probability ratio counts at most this much
     ipo_eps: float = 0.3  # ipo: a token whose probability moved further gets no gradient
-    clip_cov_lb: float = 1.0  # clip_cov: tokens with a covariance of log-prob (nats) and advantage above this
-    clip_cov_ub: float = 5.0  # and below this
+    clip_cov_lb: float = 1.0  # clip_cov: least covariance of log-prob (nats) and advantage of a drawn token
+    clip_cov_ub: float = 5.0  # clip_cov: its greatest covariance
     ipo_kl_tau: float = 0.0  # ipo: weight of the squared log-ratio
 
 
@@ -128,15 +129,17 @@ class EntropyControl(Block):
     """An entropy bonus whose weight moves so that the entropy stays above a target."""
 
     target_entropy: NotNegative | None = key(None, "mean entropy (nats) to hold by the weight (null: fixed)")
-    # Constants: by how much the weight moves per step, and its bounds.
-    delta: float = 0.001
-    max_coeff: float = 0.1
-    min_coeff: float = 0.0
+    delta: float = 0.001  # constant: by how much the weight moves per step
+    max_coeff: float = 0.1  # constant: greatest weight
+    min_coeff: float = 0.0  # constant: least weight
 
 
 @dataclass(slots=True)
 class Megatron(Block):
-    """How megatron-core cuts the model (strategy=megatron); of fsdp_config offloads and dtypes hold too."""
+    """The way megatron-core cuts the model (strategy=megatron).
+
+    Offloads and dtypes of fsdp_config hold too.
+    """
 
     tensor_model_parallel_size: Count = key(1, "processes that share each layer's matrices")
     pipeline_model_parallel_size: Count = key(1, "stages of consecutive layers, in processes of their own")
@@ -199,7 +202,7 @@ class ReferenceFsdp(Block):
     param_offload: bool = key(False, "CUDA: keep the reference's weights in CPU memory between uses")
     reshard_after_forward: bool = follows_actor("actor.fsdp_config.reshard_after_forward")
     fsdp_size: int = follows_actor("actor.fsdp_config.fsdp_size")
-    model_dtype: ClassVar[None] = None  # weights as the computation: bf16 on CUDA, fp32 on CPU
+    model_dtype: ClassVar[None] = None  # weights have the type of the computation: bf16 on CUDA, fp32 on CPU
     mixed_precision: MixedPrecision = group(MixedPrecision, "actor.fsdp_config.mixed_precision")
 
 
@@ -225,7 +228,7 @@ class Teacher(Block):
 
 @dataclass(slots=True)
 class Vllm(Block):
-    """What vLLM alone reads."""
+    """The keys that only vLLM reads."""
 
     engine_args: dict[str, Any] = key({}, "more of vLLM's arguments, as {kv_cache_dtype: fp8}")
     python: FilePath | None = key(None, "apart: the servers' interpreter (null: the trainer's)")
@@ -235,7 +238,7 @@ class Vllm(Block):
 
 @dataclass(slots=True)
 class Rollout(Block):
-    """Sampling trajectories."""
+    """The sampling of trajectories."""
 
     name: str = key("auto", "native is ours; auto: vllm on CUDA if there is one", "auto native vllm")
     placement: str = key("colocated", "in each process; apart: processes or vLLM servers", "colocated apart")

@@ -25,7 +25,7 @@ on the command line, by a file of such keys (`@ file.yaml` or .toml), or by an e
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """Puts text such as 1e5 in quotes, which files of keys have as a number and yaml 1.1 as text."""
+    """A dumper that puts text such as 1e5 in quotes: files of keys read it as a number, yaml 1.1 as text."""
 
 
 _YamlDumper.add_representer(
@@ -39,30 +39,33 @@ _YamlDumper.add_representer(
 def to_yaml(
     config_name: str, loaded: Loaded | None = None, with_origins: bool = False, with_meaning: bool = True
 ) -> str:
-    """Every key that can be set, in blocks, with its value and a comment.
+    """Return every key that can be set, in blocks, with its value and a comment.
 
     Args:
-        loaded: whose values are shown; None: the defaults, with `${key}` where one follows another.
-        with_origins, with_meaning: what the comment says: where the value is from, or what the key means.
+        config_name: one of PROGRAMS.
+        loaded: the configuration whose values are shown. None: the defaults, with `${key}` where one follows
+            another.
+        with_origins: whether the comment says where the value is from.
+        with_meaning: whether the comment says what the key means.
     """
     lines: list[str] = []
     shown_groups: list[str] = []
-    for path, each in settable(PROGRAMS[config_name].schema).items():
+    for path, spec in settable(PROGRAMS[config_name].schema).items():
         *groups, name = path.split(".")
         for depth, group in enumerate(groups):
             if groups[: depth + 1] != shown_groups[: depth + 1]:
                 lines += [""] * (depth == 0) + [f"{'  ' * depth}{group}:"]
         shown_groups = groups
-        value = f"${{{each.follows}}}" if each.follows else each.default
+        value = f"${{{spec.follows}}}" if spec.follows else spec.default
         if loaded is not None:
             value = at(loaded.config, path)
-        comment = each.meaning if with_meaning else ""
+        comment = spec.meaning if with_meaning else ""
         if loaded is not None and with_origins:
             comment = loaded.origins[path]
         text = yaml.dump(value, Dumper=_YamlDumper, default_flow_style=True, width=10_000)
         setting = f"{'  ' * len(groups)}{name}: {text.removesuffix('...' + chr(10)).strip()}"
         start = max(_COMMENT_AT, len(setting) + 2)
-        if start > _WIDTH - 30:  # no room beside it
+        if start > _WIDTH - 30:  # there is no room beside the setting
             lines += [
                 f"{'':{_COMMENT_AT}}# {line}" for line in textwrap.wrap(comment, _WIDTH - _COMMENT_AT - 2)
             ]
@@ -75,23 +78,23 @@ def to_yaml(
 
 
 def yaml_file(config_name: str) -> str:
-    """The readable file of a program's keys."""
+    """Return the readable file of a program's keys."""
     module = {"sft_trainer": "fsdp_sft_trainer"}.get(config_name, "main_ppo")
     first = f"Configuration of `python -m verl.trainer.{module} key=value ...`.\n"
     return "".join(f"# {line}\n" for line in (first + _HEADER).splitlines()) + to_yaml(config_name)
 
 
 def json_schema() -> str:
-    """For editors: what a file of keys (a recipe in configs/) may hold, for either program."""
+    """Return a schema for editors: what a file of keys (a recipe in configs/) of either program may hold."""
     programs = []
     for config_name in ("ppo_trainer", "sft_trainer"):
         top = _closed_object()
-        for path, each in settable(PROGRAMS[config_name].schema).items():
+        for path, spec in settable(PROGRAMS[config_name].schema).items():
             *groups, name = path.split(".")
             inner = top
             for group in groups:
                 inner = inner["properties"].setdefault(group, _closed_object())
-            inner["properties"][name] = _property(each)
+            inner["properties"][name] = _property(spec)
         programs.append(top)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "anyOf": programs}
     return json.dumps(schema, indent=1) + "\n"
@@ -114,12 +117,12 @@ def _property(each: Key) -> dict[str, Any]:
 
 
 def write_yaml(config: Block, path: Path) -> None:
-    """A run's config.yaml: the keys with their values, which `@ path` reads again."""
+    """Write a run's config.yaml: the keys with their values, which `@ path` reads again."""
     text = yaml.dump(to_dict(config), Dumper=_YamlDumper, sort_keys=False, width=100, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """What `write_yaml` wrote."""
+    """Read what `write_yaml` wrote."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}

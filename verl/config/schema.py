@@ -1,7 +1,9 @@
-"""Every key of `python -m verl.trainer.main_ppo` (reinforcement learning: `Config`) and of
-`python -m verl.trainer.fsdp_sft_trainer` (supervised training: `SFTConfig`), in the order of their yaml.
+"""The schema: every key of the programs, in the order of their yaml.
 
-Lengths are tokens, batch sizes are rows, times are seconds, unless a key says otherwise. "process" is one
+The programs are `python -m verl.trainer.main_ppo` (reinforcement learning: `Config`) and
+`python -m verl.trainer.fsdp_sft_trainer` (supervised training: `SFTConfig`).
+
+Lengths are tokens, batch sizes are rows, times are seconds, unless a key says otherwise. A "process" is one
 training process: one per GPU, or nnodes * n_gpus_per_node of them on CPU.
 """
 
@@ -42,20 +44,20 @@ from verl.config.policy import (
 
 @dataclass(slots=True)
 class PoolsConfig(Block):
-    """Which prompts a step draws."""
+    """The choice of the prompts that a step draws."""
 
     enable: bool = key(False, "draw a step's prompts by the mean score of their group when last asked")
     easy_share: Share = key(
         0.1, "of a step's prompts, drawn from those whose group had a mean score of 1 or more"
     )
     hard_share: Share = key(0.1, "the same, of 0 or less; the rest lies between or is not yet measured")
-    easy_threshold: ClassVar[float] = 1.0  # easy from this mean score of the group up
-    hard_threshold: ClassVar[float] = 0.0  # hard from this one down
+    easy_threshold: ClassVar[float] = 1.0  # a row is easy if its group has at least this mean score
+    hard_threshold: ClassVar[float] = 0.0  # a row is hard if its group has at most this mean score
 
 
 @dataclass(slots=True)
 class Data(Block):
-    """Rows of questions, and how long a trajectory may be."""
+    """The rows of questions, and limits on the length of a trajectory."""
 
     train_files: Files = key(None, 'parquet or jsonl file or [list of files]; "~" is expanded')
     val_files: Files = key(None, "the same, for validation")
@@ -91,7 +93,7 @@ class CriticOptim(Optim):
 
 @dataclass(slots=True)
 class CriticModel(Model):
-    """The critic's model: the policy's settings, but for those that decide its memory."""
+    """The critic's model: the policy's settings, except those that decide its memory."""
 
     path: FilePath = key(None, "the critic starts from this model", follows="actor_rollout_ref.model.path")
     tokenizer_path: str | None = must_follow("actor_rollout_ref.model.path", "It reads the policy's ids.")
@@ -137,7 +139,7 @@ class OverlongBuffer(Block):
 
 @dataclass(slots=True)
 class RewardModel(Block):
-    """What a trajectory earns besides exact match."""
+    """The rewards of a trajectory besides exact match."""
 
     structure_format_score: Share = key(0.0, "main_ppo_format: well-formed, but a wrong answer")
     final_format_score: Share = key(0.0, "main_ppo_format: malformed and a wrong answer")
@@ -168,7 +170,7 @@ class Retriever(Block):
 
 @dataclass(slots=True)
 class FilterGroups(Block):
-    """Prompts that teach nothing (DAPO)."""
+    """The filter of prompts that teach nothing (DAPO)."""
 
     enable: bool = key(False, "leave out prompts whose trajectories all have the same reward (DAPO)")
     metric: str | None = key(None, "must differ: seq_reward, acc (exact match), or the reward function's")
@@ -179,7 +181,7 @@ class FilterGroups(Block):
 
     @property
     def refill(self) -> bool:
-        """Whether a step that lacks groups asks more prompts."""
+        """Return whether a step that lacks groups asks more prompts."""
         return self.max_num_gen_batches != 1
 
 
@@ -195,7 +197,10 @@ class KlControl(Block):
 
 @dataclass(slots=True)
 class RolloutCorrection(Block):
-    """For a rollout engine whose probabilities are not the trainer's; ratio: trainer to engine."""
+    """The correction of a rollout engine whose probabilities are not the trainer's.
+
+    A ratio is that of the trainer to the engine.
+    """
 
     rollout_is: str | None = key(None, "weight the loss by ratios of tokens, or rows", "token sequence null")
     rollout_is_threshold: Annotated[float, Range(1)] = key(2.0, "weights are cut off above this")
@@ -213,7 +218,7 @@ class RolloutCorrection(Block):
 
 @dataclass(slots=True)
 class AlgorithmConfig(Block):
-    """From rewards to advantages."""
+    """The way from rewards to advantages."""
 
     adv_estimator: str = key(
         "gae",
@@ -234,7 +239,7 @@ class AlgorithmConfig(Block):
     kl_penalty: str = key("kl", "estimator of the KL in the reward", "kl k1 abs mse k2 low_var_kl k3")
     kl_ctrl: KlControl = group(KlControl)
     rollout_correction: RolloutCorrection = group(RolloutCorrection)
-    rae_decay: ClassVar[float] = 0.95  # what one score leaves of the running mean of its data source
+    rae_decay: ClassVar[float] = 0.95  # share of a data source's running mean that remains after one score
 
 
 @dataclass(slots=True)
@@ -314,7 +319,7 @@ class Trainer(RunSettings):
     dry_run_gpu_memory_gb: Positive | None = key(None, "dry run: GiB of each GPU (null: this machine's)")
     num_trajectories_logged: Whole = key(16, "trajectories kept as text, per step and per validation")
     async_training: AsyncTraining = group(AsyncTraining)
-    cpus_per_process: ClassVar[float] = 0.25  # of Ray's CPUs, reserved by each process: several fit on a core
+    cpus_per_process: ClassVar[float] = 0.25  # Ray's CPUs that each process reserves: several fit on a core
 
 
 @dataclass(slots=True)
@@ -350,7 +355,7 @@ class Multiturn(Block):
 
 @dataclass(slots=True)
 class SFTData(Block):
-    """Rows of text, and which of it is trained."""
+    """The rows of text, and which of it is trained."""
 
     train_files: Files = key(None, 'parquet or jsonl file, or [list of files]; "~" is expanded')
     val_files: Files | None = key(None, "the same, for the validation loss (null: none)")
@@ -373,7 +378,7 @@ class SFTData(Block):
 
 @dataclass(slots=True)
 class SFTFsdp(Block):
-    """How the model is kept in memory and cut over processes."""
+    """The memory of the model: how it is kept and cut over processes."""
 
     model_dtype: str = same_as(Fsdp, "model_dtype", "fp32")
     mixed_precision: MixedPrecision = group(MixedPrecision)
@@ -392,7 +397,7 @@ class SFTModel(ModelWithAdapters):
 
     @property
     def path(self) -> str:
-        """As models are called elsewhere."""
+        """Return the model's path, under the name that other blocks use."""
         return self.partial_pretrain
 
 

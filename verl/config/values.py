@@ -16,7 +16,7 @@ _SWEEP = ", a sweep; expected one value. A list is written key=[a,b]."
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, which yaml 1.1 takes for text."""
+    """A loader that reads 1e-6 as a number, which yaml 1.1 takes for text."""
 
 
 YamlLoader.add_constructor(
@@ -26,10 +26,16 @@ YamlLoader.add_constructor(
 
 
 def parse_value(text: str, *, is_text: bool = False, nullable: bool = True) -> Any:
-    """The value that `text` stands for. is_text: the key holds text alone; then only quotes and null count.
+    """Return the value that `text` stands for.
+
+    Args:
+        text: the text.
+        is_text: whether the key holds only text. Then only quotes and null have a meaning.
+        nullable: whether null is a value of the key.
 
     Raises:
-        ValueError: a quote or a bracket has no end, or several values are there; what goes on after the text.
+        ValueError: a quote or a bracket has no end, or there are several values. The message continues a
+            sentence that begins with the text.
     """
     text = text.strip()
     if text[:1] in ("'", '"'):
@@ -38,13 +44,13 @@ def parse_value(text: str, *, is_text: bool = False, nullable: bool = True) -> A
             return re.sub(r"\\(['\"\\])", r"\1", quoted[2])
         raise ValueError(_SWEEP if "," in text else _NO_END)
     if text[:1] in ("[", "{") and not is_text:
-        if text[0] == "{":  # {a:1} as well
+        if text[0] == "{":  # {a:1} is allowed too
             text = re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text)
         try:
             return yaml.load(text, YamlLoader)  # noqa: S506
         except yaml.YAMLError:
             raise ValueError(_NO_END) from None
-    if "," in re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", text):  # outside of brackets
+    if "," in re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", text):  # a comma outside of brackets
         raise ValueError(_SWEEP)
     words = {"null": None} if is_text else {"null": None, "true": True, "false": False}
     if text.lower() in words and (nullable or text.lower() != "null" or not is_text):
@@ -53,7 +59,7 @@ def parse_value(text: str, *, is_text: bool = False, nullable: bool = True) -> A
 
 
 def read_number(text: str) -> Any:
-    """A number, if the text is one; else the text."""
+    """Return a number if the text is one, else the text."""
     if not _NUMBER.fullmatch(text):
         return text
     return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)

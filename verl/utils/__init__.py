@@ -6,8 +6,16 @@ from typing import Any
 
 
 def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, **kwargs: Any) -> Any:
-    """A Hugging Face tokenizer; with `correct_pad_token` its end of sequence pads if it has no padding token
-    (for users' own code: here padding is never found by comparing ids). ValueError: there is none.
+    """Load a Hugging Face tokenizer.
+
+    Args:
+        name_or_path: name on the hub, or folder.
+        correct_pad_token: whether a tokenizer without a padding token pads with its end of sequence. This is
+            for your own code; the framework never finds padding by comparing ids.
+        **kwargs: passed to `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        ValueError: no tokenizer can be read from there.
     """
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What a program does while it starts: long work is said on the terminal, and imports are not held up."""
+"""Start-up helpers: long work is announced on the terminal, and imports are not held up."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-atexit.register(gc.freeze)  # at the end: to look for garbage among what was imported takes a second
-# seconds; of what is faster than the first nothing is said
-FIRST_AFTER = 3.0
-EVERY = 10.0
+atexit.register(gc.freeze)  # at exit a search for garbage among all imported objects would take a second
+FIRST_AFTER = 3.0  # seconds; work that ends sooner is not announced
+EVERY = 10.0  # seconds between two announcements
 
 
 @contextmanager
 def announced(what: str, file: TextIO | None = None) -> Iterator[None]:
-    """Prints "loading the model ...", "loading the model: 13 s so far", "loading the model: done after 15 s";
-    to standard output unless to a file.
+    """Announce the work of a `with` block on the terminal, if it takes long.
+
+    Prints "loading the model ...", "loading the model: 13 s so far", "loading the model: done after 15 s".
+
+    Args:
+        what: the work, for example "loading the model".
+        file: where to print; standard output by default.
     """
     begun = time.monotonic()
     ended = threading.Event()
@@ -43,7 +47,9 @@ def announced(what: str, file: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """For imports: what they make stays. To look for garbage among it, a hundred times, takes a quarter of a
+    """Turn the garbage collection off in a `with` block, for imports.
+
+    The objects that imports make stay alive. Searching them for garbage a hundred times takes a quarter of a
     program's start.
     """
     was_enabled = gc.isenabled()

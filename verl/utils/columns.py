@@ -1,4 +1,4 @@
-"""What DataProto does with single columns and meta_info entries: compare, join, make ready for the wire."""
+"""Operations of DataProto on single columns and meta_info entries: compare, join, prepare for the wire."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 
 class BatchError(ValueError, AssertionError):
-    """Batches that don't go together. verl's callers catch it as an AssertionError."""
+    """An error for batches that don't go together. verl's callers catch it as an AssertionError."""
 
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """An object array with one entry per value: rows that are lists of equal length stay lists.
+    """Return an object array with one entry per value: rows that are lists of equal length stay lists.
 
-    An object array stays as it is, also one with more dimensions (`fold_batch_dim` makes those).
+    An object array is returned as it is, also if it has more dimensions (`fold_batch_dim` makes such arrays).
+    Raises ValueError if `values` is no list, tuple or array.
     """
     if not isinstance(values, list | tuple | np.ndarray):
         raise ValueError(
@@ -31,9 +32,10 @@ def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
 
 
 def same(a: Any, b: Any, under_way: tuple[tuple[int, int], ...] = ()) -> bool:
-    """Deep equality that understands arrays, tensors and containers of them; NaN equals NaN.
+    """Compare deeply arrays, tensors and containers of them; NaN equals NaN.
 
-    `under_way`: pairs that are being compared, so that an array that holds itself comes to an end.
+    `under_way` holds the pairs that are being compared, so that the comparison of an array that holds itself
+    ends.
     """
     pair = (id(a), id(b))
     if a is b or pair in under_way:
@@ -56,17 +58,20 @@ def same(a: Any, b: Any, under_way: tuple[tuple[int, int], ...] = ()) -> bool:
 
 
 def merged_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One meta_info of several parts; see `DataProto.concat`."""
+    """Merge the meta_info of several parts into one; see `DataProto.concat`.
+
+    Raises BatchError if two parts have different values for a key.
+    """
     merged: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.items():
+    for meta_info in parts:
+        for key, value in meta_info.items():
             if key != "metrics" and key in merged and not same(merged[key], value):
                 raise BatchError(
                     f"Conflicting values for meta_info key {key!r}: {merged[key]!r} and {value!r}; put what "
                     'differs between the parts into meta_info["metrics"]'
                 )
             merged[key] = value
-    metrics = [part["metrics"] for part in parts if "metrics" in part]
+    metrics = [meta_info["metrics"] for meta_info in parts if "metrics" in meta_info]
     if any(isinstance(entry, list) for entry in metrics):  # as verl's workers write them: [{"loss": 0.5}]
         rows = [row for entry in metrics for row in (entry if isinstance(entry, list) else [entry])]
         merged["metrics"] = list_of_dict_to_dict_of_list(rows)
@@ -79,7 +84,7 @@ def merged_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """[{"a": 1}, {"a": 2}] -> {"a": [1, 2]}; names in the order in which they come."""
+    """Turn [{"a": 1}, {"a": 2}] into {"a": [1, 2]}; names keep the order in which they come."""
     columns: dict[str, list[Any]] = {}
     for entry in list_of_dict:
         for key, value in entry.items():
@@ -88,7 +93,11 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
 
 
 def to_array(key: str, tensor: Any) -> tuple[np.ndarray, torch.dtype]:
-    """A tensor column as numpy array, of its own type or of equally wide integers, and its type."""
+    """Return a tensor column as a numpy array, and the tensor's type.
+
+    The array has the tensor's own type, or that of equally wide integers where numpy does not have it. Raises
+    ValueError if the column is no tensor.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
             f"batch[{key!r}] is a {type(tensor).__name__}; only flat tensor columns can be shipped"
@@ -101,5 +110,8 @@ def to_array(key: str, tensor: Any) -> tuple[np.ndarray, torch.dtype]:
 
 
 def from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Copies arrays that are read-only views of Ray's shared memory, so that tensors are writable."""
+    """Return a tensor of type `dtype` on the array's memory.
+
+    An array that is a read-only view of Ray's shared memory is copied, so that the tensor is writable.
+    """
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(dtype)

@@ -1,4 +1,4 @@
-"""The device that a process computes on: verl's name for it, what a CPU is fast at, compiled functions."""
+"""The device that a process computes on: its name in verl, fast data types of a CPU, compiled functions."""
 
 import ctypes
 import os
@@ -14,13 +14,15 @@ from torch import Tensor
 
 
 def get_device_name() -> str:
-    """ "cuda" where there is a CUDA device, else "cpu"."""
+    """Return "cuda" if there is a CUDA device, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A CPU tensor on the device. On CUDA by pinned memory, so that the host waits neither for the copy nor
-    for what was asked of the GPU before: it asks for the next pass while the GPU is at the last one.
+    """Return a CPU tensor on the device.
+
+    On CUDA the copy goes through pinned memory, so that the host waits neither for the copy nor for earlier
+    work of the GPU. The host can submit the next pass while the GPU computes the last one.
     """
     if torch.device(device).type != "cuda":
         return tensor.to(device)
@@ -28,8 +30,10 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 class HostCopy:
-    """A tensor on the host; from CUDA it is copied. The host waits for the copy with the first `get`: not
-    before, and not for what was asked of the GPU after it.
+    """A tensor on the host, copied if it is on CUDA.
+
+    The host waits for the copy with the first `get`, not before, and not for work that the GPU was given
+    after it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -43,38 +47,42 @@ class HostCopy:
 
 
 M_MMAP_THRESHOLD = -3  # glibc's mallopt
-OWN_MAPPING_BYTES = 1 << 20  # an allocation from this size on has a mapping of its own
+OWN_MAPPING_BYTES = 1 << 20  # an allocation of at least this size has a mapping of its own
 
 
 @cache
 def _libc() -> ctypes.CDLL | None:
-    """The C library if it is glibc."""
+    """Return the C library if it is glibc, else None."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
 def free_large_tensors_at_once() -> None:
-    """From now on memory of a large CPU tensor goes back to the system when the tensor is freed. As it is,
-    glibc raises its threshold to the largest that was freed, up to 32 MB: tensors lie in its heap then, with
-    holes between them (a third more in an update of 100M parameters). A MALLOC_... variable for it wins.
+    """Make the memory of a large CPU tensor go back to the system as soon as the tensor is freed.
+
+    By default glibc raises its threshold to the size of the largest allocation that was freed, up to 32 MB.
+    Tensors then lie in its heap, with holes between them (a third more memory in an update of 100M
+    parameters). If the environment variable MALLOC_MMAP_THRESHOLD_ is set, it wins.
     """
     if (library := _libc()) is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
 
 
 def return_free_memory() -> None:
-    """What small CPU tensors have left free goes back to the system."""
+    """Return the memory that freed small CPU tensors leave in the heap to the system."""
     if (library := _libc()) is not None:
         library.malloc_trim(0)
 
 
-MOST_VERSIONS = 64  # of compiled code: with and without gradient, autocast, ...
+MOST_VERSIONS = 64  # versions of compiled code: with and without gradient, autocast, ...
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A function by torch.compile, for tensors of any sizes; what can't be compiled is computed as it is,
-    with a warning. Options: torch.compile's. torch keeps its settings for each thread, and a backward pass
-    has one of its own: so they are set for each call.
+    """Compile a function with torch.compile, for tensors of any sizes.
+
+    What can't be compiled is computed as it is, with a warning. The options are those of torch.compile. torch
+    keeps its settings for each thread, and a backward pass has a thread of its own, so they are set for each
+    call.
     """
     fast = torch.compile(function, dynamic=True, **options)
 
@@ -86,9 +94,11 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def bf16_speedup(width: int, inner: int, rounds: int = 7) -> float:
-    """How many times as fast as in float32 this CPU multiplies [128, width] by [width, inner] in bfloat16:
-    the median over rounds of both by turns, some 50 ms, in CPU time of the calling thread (torch's other
-    threads are not counted). At most 2,048 of a size are taken.
+    """Measure how many times as fast as in float32 this CPU multiplies in bfloat16.
+
+    The product is [128, width] by [width, inner], with sizes of at most 2,048. The result is the median over
+    rounds that measure both types by turns, some 50 ms in all, in CPU time of the calling thread (torch's
+    other threads are not counted).
     """
     x = torch.randn(128, min(width, 2048))
     weight = torch.randn(min(inner, 2048), min(width, 2048))

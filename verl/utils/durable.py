@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or a folder's entries, to the disk."""
+    """Force a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,7 +17,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """The same for everything below a folder, and for itself."""
+    """Force a folder and everything below it to the disk."""
     for folder, _, files in os.walk(root):
         for name in files:
             sync(Path(folder) / name)
@@ -25,7 +25,7 @@ def sync_tree(root: Path) -> None:
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """The file under a second name, or a copy where the file system has no hard links."""
+    """Give a file a second name, or copy it where the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What users name by package.module:name, and what an exception says of its place."""
+"""Imports of what users name by package.module:name, and descriptions of exceptions with their place."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 
 
 def import_named(path: str, what: str, known: Collection[str]) -> Any:
-    """What `path`, package.module:name, names.
+    """Import the object that `path`, package.module:name, names.
 
     Args:
-        what: the setting in messages, `env_class='maze'`. known: names that could have been meant instead.
+        path: package.module:name.
+        what: the setting for messages, `env_class='maze'`.
+        known: names that could have been meant instead.
 
     Raises:
-        ValueError: it is no such path, or names nothing that can be imported; with the nearest name.
+        ValueError: `path` has no such form, or names nothing that can be imported. The message suggests the
+            nearest name.
     """
     module_name, colon, name = path.partition(":")
     if not colon:
@@ -29,7 +32,7 @@ def import_named(path: str, what: str, known: Collection[str]) -> Any:
         raise ValueError(f"Found {what}; expected {expected}.{hint}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # it is a user's module: anything may come
+    except Exception as error:  # it is a user's module, which may raise anything
         raise ValueError(
             f"{what}: {module_name} can't be imported from {os.getcwd()} or PYTHONPATH ({describe(error)})"
         ) from error
@@ -41,16 +44,21 @@ def import_named(path: str, what: str, known: Collection[str]) -> Any:
 
 
 def place_of(error: BaseException) -> str:
-    """The line that raised an exception, the last one outside of libraries: " (file:line, in function)"."""
+    """Return where an exception was raised, as " (file:line, in function)".
+
+    This is the last line outside of libraries, or the last line of all if there is none.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))]
+    own_frames = [
+        frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))
+    ]
     if not frames:
         return ""
-    last = own[-1] if own else frames[-1]
+    last = own_frames[-1] if own_frames else frames[-1]
     return f" ({last.filename}:{last.lineno}, in {last.name})"
 
 
 def describe(error: BaseException) -> str:
-    """An exception of a user's code in one line, with its place."""
+    """Describe an exception of a user's code in one line, with its place."""
     message = str(error).replace("\n", " ")
     return f"{type(error).__name__}: {message[:500]}{place_of(error)}"

@@ -2,11 +2,14 @@
 
     hidden [L, D], head weight [V, D], labels [L]  ->  log_probs, entropy, sum_pi_squared   ([L] float32)
 
-L loss tokens, D hidden width, V vocabulary. The logits exist for one chunk of rows at a time; the backward
-pass computes them again chunk by chunk (all rows fit into one chunk and nothing is compiled: it is kept).
-Arithmetic on logits is float32 whatever the inputs are; the head's gradient is summed in float32. It can be
-compiled: then one kernel reads the logits of a chunk, each way. The ranks of a group may have some rows of
-the head each: they exchange a few numbers per token, the greatest logit and sums over their rows.
+L loss tokens, D hidden width, V vocabulary. The logits exist for one chunk of rows at a time. The backward
+pass computes them again chunk by chunk, except if all rows fit into one chunk and nothing is compiled: then
+the chunk is kept. Arithmetic on logits is float32 whatever the types of the inputs are, and the head's
+gradient is summed in float32.
+
+The computation can be compiled. Then one kernel reads the logits of a chunk in each direction. The ranks of a
+group may have some rows of the head each. They exchange a few numbers per token: the greatest logit, and sums
+over their rows.
 """
 
 from __future__ import annotations
@@ -23,40 +26,46 @@ from verl.utils.device import compiled
 
 CHUNK_ELEMENTS = 2**23  # logits in a chunk: 32 MB of float32
 MIN_CHUNK_ROWS = 128  # fewer rows make the matrix products slow
-GPU_CHUNK_ROWS = 2048  # of a large vocabulary: the gradient of the head is summed once for each
+GPU_CHUNK_ROWS = 2048  # for a large vocabulary: the head's gradient is summed once for each chunk
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """hidden @ weight.T / temperature, float32."""
+    """Return hidden @ weight.T / temperature in float32."""
     logits = (hidden @ weight.t()).float()
     return logits if temperature == 1.0 else logits.mul_(1.0 / temperature)
 
 
 def _own_labels(labels: Tensor, first_row: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(whether each label is one of this rank's rows, which of them; 0 where it is not)."""
-    own = (labels >= first_row) & (labels < first_row + len(weight))
-    return own, (labels - first_row) * own
+    """Return whether each label is one of this rank's rows, and its index among them (0 where it is not)."""
+    is_own = (labels >= first_row) & (labels < first_row + len(weight))
+    return is_own, (labels - first_row) * is_own
 
 
 def chunk_rows_of(vocabulary: int, on_gpu: bool) -> int:
-    """Rows of a chunk of logits. vocabulary: rows of the head that a process has."""
+    """Return the number of rows of a chunk of logits, for a process with `vocabulary` rows of the head."""
     return max(GPU_CHUNK_ROWS if on_gpu else MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
 
 
 def _figures(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Of raw logits [L, V], float32 [4, L]: the label's log-prob, entropy, sum of squares, log of the sum."""
+    """Compute four figures of raw logits [L, V], float32 [4, L].
+
+    They are the label's log-prob, the entropy, the sum of squared probabilities, and the log of the sum.
+    """
     logits = logits.float() / temperature
     log_sum = logits.logsumexp(-1)
     log_p = logits - log_sum[:, None]
     p = log_p.exp()
-    of_labels = log_p.gather(1, labels[:, None])[:, 0]
-    return torch.stack((of_labels, -(p * log_p).sum(-1), (p * p).sum(-1), log_sum))
+    label_log_p = log_p.gather(1, labels[:, None])[:, 0]
+    return torch.stack((label_log_p, -(p * log_p).sum(-1), (p * p).sum(-1), log_sum))
 
 
 def _pull(
     logits: Tensor, labels: Tensor, of_rows: Tensor, entropy: Tensor, log_sum: Tensor, temperature: float
 ) -> Tensor:
-    """The gradient of raw logits [L, V], in their type. of_rows: a and b of `_LinearLogProb`, [2, L]."""
+    """Compute the gradient of raw logits [L, V], in their type.
+
+    `of_rows` [2, L] holds a and b of `_LinearLogProb`.
+    """
     log_p = logits.float() / temperature - log_sum[:, None]
     p = log_p.exp()
     a, b = of_rows[:, :, None]
@@ -68,15 +77,21 @@ def _pull(
 def _eager_pull(
     log_p: Tensor, places: Tensor, own: Tensor | None, pulls: list[Tensor | None], entropy: Tensor
 ) -> Tensor:
-    """The same from log-probs, in float32 and with few passes, before the temperature. pulls: [L, 1] each.
-    own: whether this rank has the labels' rows (None: all), at `places`.
+    """Compute the same gradient from log-probs, in float32 and with few passes, before the temperature.
+
+    Args:
+        log_p: log-probs [L, V]; for a group, of this rank's rows of the head.
+        places: [L], the labels' rows.
+        own: [L], whether this rank has the label's row. None: it has all of them.
+        pulls: a and b of `_LinearLogProb`, [L, 1] each, or None.
+        entropy: [L, 1].
     """
     p = log_p.exp()
-    of_labels, b = pulls
-    a = 0.0 if of_labels is None else of_labels
+    label_pull, b = pulls
+    a = 0.0 if label_pull is None else label_pull
     grad = p.mul_(-a) if b is None else p.mul_(torch.addcmul(-a - b * entropy, log_p, -b))
-    if of_labels is not None:
-        grads = of_labels if own is None else of_labels * own[:, None]
+    if label_pull is not None:
+        grads = label_pull if own is None else label_pull * own[:, None]
         grad.scatter_add_(1, places.unsqueeze(1), grads)
     return grad
 
@@ -87,8 +102,11 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """p = softmax(z), H is its entropy. Where the loss has gradients a for log p[label] and b for H:
-    dz = a (onehot - p) - b p (log p + H). The gradient of `hidden` is what the own rows of the head give.
+    """Log-prob of the label, entropy and sum of squared probabilities under p = softmax(z).
+
+    H is the entropy of p. Where the loss has gradients a for log p[label] and b for H:
+    dz = a (onehot - p) - b p (log p + H). The gradient of `hidden` is what the rank's own rows of the head
+    give.
     """
 
     @staticmethod
@@ -105,7 +123,7 @@ class _LinearLogProb(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         compiles: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # log_sum: of each token, the logarithm of the sum of exp(logits) over the group's rows
+        # log_sum is, for each token, the logarithm of the sum of exp(logits) over the group's rows.
         log_probs, entropy, sum_pi_squared, log_sum = (
             hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(4)
         )
@@ -121,7 +139,7 @@ class _LinearLogProb(torch.autograd.Function):
                 if with_sum_pi_squared:
                     sum_pi_squared[chunk] = figures[2]
                 continue
-            log_p = None  # of the chunk before
+            log_p = None  # frees the previous chunk
             logits = _logits(hidden[chunk], weight, temperature)
             if group is None:
                 log_p = torch.log_softmax(logits, dim=-1)
@@ -138,9 +156,9 @@ class _LinearLogProb(torch.autograd.Function):
             greatest = logits.amax(1)
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
             logits -= greatest[:, None]
-            own, places = _own_labels(labels[chunk], first_row, weight)
+            is_own, label_rows = _own_labels(labels[chunk], first_row, weight)
             powers = logits.exp()
-            sums = [powers.sum(1), logits.gather(1, places[:, None])[:, 0] * own]
+            sums = [powers.sum(1), logits.gather(1, label_rows[:, None])[:, 0] * is_own]
             if with_entropy:
                 sums.append(torch.linalg.vecdot(powers, logits))
             if with_sum_pi_squared:
@@ -157,8 +175,8 @@ class _LinearLogProb(torch.autograd.Function):
                 sum_pi_squared[chunk] = summed[-1] / total.square()
             log_p = logits.sub_(log_total[:, None])
             del logits, powers
-        kept = log_p if len(chunks) == 1 else None  # None where it is compiled
-        ctx.save_for_backward(hidden, weight, labels, entropy, log_sum, kept)
+        saved_log_p = log_p if len(chunks) == 1 else None  # None where it is compiled
+        ctx.save_for_backward(hidden, weight, labels, entropy, log_sum, saved_log_p)
         ctx.chunks = chunks
         ctx.temperature = temperature
         ctx.first_row = first_row
@@ -179,19 +197,19 @@ class _LinearLogProb(torch.autograd.Function):
         for chunk in ctx.chunks:
             if ctx.compiles:
                 logits = hidden[chunk] @ weight.t()
-                both = [torch.zeros_like(entropy[chunk]) if x is None else x[chunk] for x in pulls]
-                of_rows = torch.stack(both), entropy[chunk], log_sum[chunk]
-                grad_logits = _compiled(_pull)(logits, labels[chunk], *of_rows, ctx.temperature)
+                chunk_pulls = [torch.zeros_like(entropy[chunk]) if x is None else x[chunk] for x in pulls]
+                row_values = torch.stack(chunk_pulls), entropy[chunk], log_sum[chunk]
+                grad_logits = _compiled(_pull)(logits, labels[chunk], *row_values, ctx.temperature)
             else:
                 if len(ctx.chunks) > 1:
                     log_p = _logits(hidden[chunk], weight, ctx.temperature)
                     log_p = log_p.log_softmax(-1) if ctx.group is None else log_p.sub_(log_sum[chunk, None])
-                of_chunk = [None if x is None else x[chunk].unsqueeze(1) for x in pulls]
-                own = None
-                places = labels[chunk]
+                columns = [None if x is None else x[chunk].unsqueeze(1) for x in pulls]
+                is_own = None
+                label_rows = labels[chunk]
                 if ctx.group is not None:
-                    own, places = _own_labels(places, ctx.first_row, weight)
-                grad_logits = _eager_pull(log_p, places, own, of_chunk, entropy[chunk].unsqueeze(1))
+                    is_own, label_rows = _own_labels(label_rows, ctx.first_row, weight)
+                grad_logits = _eager_pull(log_p, label_rows, is_own, columns, entropy[chunk].unsqueeze(1))
                 if ctx.temperature != 1.0:
                     grad_logits.mul_(1.0 / ctx.temperature)
                 grad_logits = grad_logits.to(weight.dtype)
@@ -220,19 +238,33 @@ def linear_log_prob(
     vocabulary: int | None = None,
     compiles: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each label, entropy of its distribution (nats) and the sum over the vocabulary of
-    its squared probabilities, under softmax(hidden @ weight.T / temperature).
+    """Compute log-probs of labels, entropies, and sums of squared probabilities.
 
-    hidden [L, D] and weight [V, D] of float32 or a 16-bit type (the product is taken in the type of
-    autocast, if that is on, else in theirs), labels [L] int64. Returns (log_probs, entropy,
-    sum_pi_squared), all [L] float32. The first two carry gradients to hidden and weight; what was not asked
-    for is 0.
+    All are under softmax(hidden @ weight.T / temperature). The entropy is in nats, and the squared
+    probabilities are summed over the vocabulary.
 
-    group: its ranks have equally many rows of the head each, in their order; those past `vocabulary` are
-    padding. Everything else, and the results, are the same on every rank. hidden gets the gradient that the
-    own rows give: the caller sums it over the group.
+    Args:
+        hidden: [L, D] of float32 or a 16-bit type. The product is taken in the type of autocast if that is
+            on, else in the type of `weight`.
+        weight: [V, D] of float32 or a 16-bit type.
+        labels: [L] int64.
+        temperature: divides the logits; above 0.
+        with_entropy: whether the entropy is computed. If not, it is 0.
+        with_sum_pi_squared: whether the sum of squares is computed. If not, it is 0.
+        chunk_rows: rows of a chunk; by default `chunk_rows_of` decides.
+        group: its ranks have equally many rows of the head each, in their order. Everything else, and the
+            results, are the same on every rank. hidden gets the gradient that the rank's own rows give; the
+            caller sums it over the group.
+        vocabulary: rows of the head past this number are padding.
+        compiles: whether torch.compile compiles the arithmetic on logits, which takes seconds once. It is
+            ignored for a group.
 
-    compiles: the arithmetic on logits by torch.compile, which takes seconds once; not for a group.
+    Returns:
+        (log_probs, entropy, sum_pi_squared), all [L] float32. The first two carry gradients to hidden and
+        weight.
+
+    Raises:
+        ValueError: the temperature is not positive.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive for log-probabilities, found {temperature}.")

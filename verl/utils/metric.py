@@ -1,4 +1,4 @@
-"""verl's `reduce_metrics`, for users' own training loops."""
+"""The function `reduce_metrics` of verl, for your own training loops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 
 
 def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Each list becomes its maximum if its name holds "max", minimum if "min", else mean; in place."""
+    """Reduce each list to a number, in place.
+
+    The number is the maximum if the name holds "max", the minimum if it holds "min", else the mean.
+    """
     for name, values in metrics.items():
         if "max" in name:
             metrics[name] = np.max(values)

@@ -1,4 +1,4 @@
-"""Where a trained model lies: RUN/global_step_N/actor/huggingface, or any Hugging Face folder."""
+"""Locations of a trained model: RUN/global_step_N/actor/huggingface, or any Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 
 
 def run_folder(model: Path) -> Path | None:
-    """RUN, if the model is RUN/global_step_N/actor/huggingface of a finished checkpoint."""
+    """Return RUN if the model is RUN/global_step_N/actor/huggingface of a finished checkpoint, else None."""
     parents = model.resolve().parents
     is_checkpoint = len(parents) > 2 and re.fullmatch(r"global_step_\d+", parents[1].name)
     return parents[2] if is_checkpoint and parents[0].name == "actor" else None
 
 
 def find_model(model: str | None) -> str:
-    """A folder with config.json, or a hub name. Raises ValueError that says what to give."""
+    """Return a folder with config.json, or a hub name.
+
+    For a folder of a run, or for None, this is the model of the newest checkpoint. Raises ValueError if there
+    is no model; the message says what to give.
+    """
     folder = None if model is None else Path(model).expanduser()
     if folder is not None and (folder / "config.json").is_file():
         return str(folder)

@@ -1,4 +1,4 @@
-"""Requests to servers of others, asked again while they may yet be answered."""
+"""Requests to other people's servers, repeated while they may still be answered."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import random
 
 import httpx
 
-# seconds
-FIRST_PAUSE = 0.5
-LONGEST_PAUSE = 15.0
-PASSING = (408, 409, 425, 429)  # and 5xx: a later request may be answered
+FIRST_PAUSE = 0.5  # seconds
+LONGEST_PAUSE = 15.0  # seconds
+PASSING = (408, 409, 425, 429)  # after these statuses, and after 5xx, a later request may be answered
 
 
 class Refused(ValueError):
-    """The server will not answer this request. What it said; status: its answer's, None without one."""
+    """A request that the server will not answer; the message is what the server said.
+
+    Attributes:
+        status: the status of the server's answer, None without an answer.
+    """
 
     def __init__(self, said: str, status: int | None = None) -> None:
         super().__init__(said)
@@ -22,11 +25,13 @@ class Refused(ValueError):
 
 
 async def post_patiently(client: httpx.AsyncClient, url: str, content: str, seconds: float) -> httpx.Response:
-    """The answer of status 200. After what may pass (no connection, no answer within the client's timeout,
-    PASSING and 5xx) it asks again, after pauses that double, or as long as `Retry-After` says.
+    """Post until the server answers with status 200, and return the answer.
+
+    After a problem that may pass (no connection, no answer within the client's timeout, a status in PASSING
+    or 5xx) it asks again, after pauses that double, or that are as long as `Retry-After` says.
 
     Raises:
-        Refused: by any other status, or there was no answer within `seconds`.
+        Refused: the server answered with any other status, or there was no answer within `seconds`.
     """
     problem = ""
     pause = FIRST_PAUSE

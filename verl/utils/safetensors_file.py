@@ -1,8 +1,8 @@
-"""Safetensors files: written one tensor at a time, while other threads go on, and read so.
+"""Safetensors files that are written and read one tensor at a time, while other threads go on.
 
-The format (https://github.com/huggingface/safetensors): eight bytes with the header's length, the header
-(JSON: name -> dtype, shape, place of its bytes), the tensors' bytes end to end. The library's own `save_file`
-wants all tensors of a file at once, and no other thread of the process runs while it writes.
+The format (https://github.com/huggingface/safetensors) has eight bytes with the header's length, the header
+(JSON: name -> dtype, shape, offsets of its bytes), and the tensors' bytes end to end. The library's own
+`save_file` wants all tensors of a file at once, and no other thread of the process runs while it writes.
 """
 
 from __future__ import annotations
@@ -33,33 +33,39 @@ _TYPES = {
 
 
 def write_safetensors(file: Path, like: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the tensors of `stream` (on CPU), which come in the order of `like`: name -> a tensor of that
-    shape and dtype, whose values don't matter (it may be on the device "meta").
+    """Write the tensors of `stream` (on CPU) to a file.
+
+    Args:
+        file: the file to write.
+        like: name -> a tensor of that shape and dtype. Its values don't matter (it may be on the device
+            "meta").
+        stream: (name, tensor) in the order of `like`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in like.items():
         start = end
         end = end + tensor.nbytes
-        places = {"data_offsets": [start, end]}
-        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), **places}
+        offsets = {"data_offsets": [start, end]}
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), **offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
     with file.open("wb", buffering=0) as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for (name, tensor), expected in zip(stream, like, strict=True):
             assert name == expected and tensor.dtype == like[name].dtype and tensor.shape == like[name].shape
-            left: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-            while left:
-                left = left[out.write(left) :]
+            remaining: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            while remaining:
+                remaining = remaining[out.write(remaining) :]
 
 
 def shapes_in(folder: Path) -> Shapes:
-    """Name -> shape, by the headers. ValueError: there is no folder, no *.safetensors in it, or one that
-    can't be read.
+    """Return the shape of each tensor in a folder's files, read from their headers.
+
+    Raises ValueError if there is no folder, no *.safetensors in it, or a file that can't be read.
     """
     shapes: Shapes = {}
-    path = folder  # its name may be too long, or it can't be looked into
+    path = folder  # the error may be of the folder: its name is too long, or it can't be looked into
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -72,7 +78,7 @@ def shapes_in(folder: Path) -> Shapes:
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all *.safetensors of a folder."""
+    """Yield (name, tensor) of all *.safetensors of a folder."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in sorted(file.keys()):

@@ -1,9 +1,9 @@
-"""Metrics of each step to wherever a run reports: wandb, tensorboard, mlflow (`trainer.logger`).
+"""Reports of each step's metrics to the services of a run: wandb, tensorboard, mlflow (`trainer.logger`).
 
     Tracking.log({"actor/lr": 1e-6, ...}, step) -> each backend
 
 A run's console is a display of its own (`records/console.py`), and `metrics.jsonl` is always written
-(`records/files.py`); neither needs a service.
+(`records/files.py`). Neither needs a service.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from urllib.parse import urlparse
 
 
 class Backend(NamedTuple):
-    """log: (the metrics of a step, the step). finish: writes out what is pending. log_table: (name, rows with
-    the same columns, step), where tables can be shown.
+    """A place that metrics are reported to.
+
+    Attributes:
+        log: takes the metrics of a step, and the step.
+        finish: writes out what is pending.
+        log_table: takes a name, rows with the same columns, and the step, where tables can be shown.
     """
 
     log: Callable[[Mapping[str, float], int], object]
@@ -28,10 +32,19 @@ class Backend(NamedTuple):
 
 
 class Tracking:
-    """All backends of a run. ValueError: an unknown one, or one whose package is not installed.
+    """All backends of a run.
 
-    default_backend: names of backends, or one name. config: as plain dictionaries. first_step: the
-    one that is logged first; on resume, later ones of before are dropped where the backend can.
+    Args:
+        project_name: the project, as the backends show it.
+        experiment_name: the run, as the backends show it.
+        default_backend: names of backends, or one name.
+        config: the configuration as plain dictionaries.
+        run_dir: folder of the run.
+        first_step: the step that is logged first. On resume, later steps of an earlier attempt are dropped if
+            the backend can do so.
+
+    Raises:
+        ValueError: a backend is unknown, or its package is not installed.
     """
 
     def __init__(
@@ -58,28 +71,31 @@ class Tracking:
         self.backends = [makers[name]() for name in dict.fromkeys(names)]
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Report the metrics of one step everywhere."""
+        """Report the metrics of one step to all backends."""
         for backend in self.backends:
             backend.log(data, step)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """A table (of trajectories), where the backend can show one: wandb. rows: at least one."""
+        """Report a table (of trajectories), where the backend can show one, as wandb can.
+
+        `rows` must not be empty.
+        """
         for backend in self.backends:
             backend.log_table(name, rows, step)
 
     def finish(self) -> None:
-        """Close all backends. Safe to call twice."""
+        """Close all backends; it is safe to call this twice."""
         while self.backends:
             self.backends.pop().finish()
 
 
 def _console(metrics: Mapping[str, float], step: int) -> None:
-    """One line a step, as verl's; a run of this project has a display of its own instead."""
+    """Print one line a step, as verl does; a run of this project has a display of its own instead."""
     print(" - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())]))
 
 
 def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any]) -> Backend:
-    """Weights & Biases. Without an API key (and without WANDB_MODE) the run is kept offline on disk."""
+    """Open Weights & Biases. Without an API key (and without WANDB_MODE) the run is kept offline on disk."""
     wandb = _import("wandb")
     mode = os.environ.get("WANDB_MODE")
     if mode is None and not has_wandb_key():
@@ -104,7 +120,7 @@ def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mappi
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Backend:
-    """Event files in `<run_dir>/tensorboard`."""
+    """Open event files in `<run_dir>/tensorboard`."""
     _import("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -118,7 +134,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Backend:
 
 
 def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) -> Backend:
-    """MLflow, at the address in MLFLOW_TRACKING_URI or in ./mlruns; its names take no "@"."""
+    """Open MLflow, at the address in MLFLOW_TRACKING_URI or in ./mlruns; its names take no "@"."""
     mlflow = _import("mlflow")
     mlflow.set_experiment(project_name)
     mlflow.start_run(run_name=experiment_name)
@@ -131,7 +147,7 @@ def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) 
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb would find an API key: in WANDB_API_KEY, or in the netrc file of `wandb login`."""
+    """Return whether wandb would find an API key: in WANDB_API_KEY, or in the netrc file of `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

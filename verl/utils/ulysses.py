@@ -1,8 +1,8 @@
 """Sequence parallelism by exchanging heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-The processes of a group hold one pack of tokens together: each has consecutive ones, and computes what needs
-a token alone (norms, projections, feed-forward, log-probs). Attention needs all tokens, but one head at a
-time: before it the processes exchange tokens for heads, and after it heads for tokens.
+The processes of a group hold one pack of tokens together. Each has consecutive tokens, and computes what
+needs only a token itself (norms, projections, feed-forward, log-probs). Attention needs all tokens, but one
+head at a time. Before it the processes exchange tokens for heads, and after it heads for tokens.
 
     micro-batch [T] --shard_micro_batch--> own tokens [t] --model--> [t, H, D] --to_heads--> [T, H / P, D]
     --attention--> [T, H / P, D] --to_tokens--> [t, H, D] --model--> own outputs [u] --gather--> [U]
@@ -28,9 +28,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which tokens of a pack the processes of a group have: consecutive ones, in the group's order.
+    """The tokens of a pack that each process of a group has: consecutive ones, in the group's order.
 
-    group: the processes. counts [P]: how many tokens each has. rank: this one's place in the group.
+    Attributes:
+        group: the processes.
+        counts: [P], how many tokens each process has.
+        rank: this process's rank in the group.
     """
 
     group: dist.ProcessGroup
@@ -39,14 +42,14 @@ class TokenShare:
 
     @classmethod
     def even(cls, num_tokens: int, group: dist.ProcessGroup) -> TokenShare:
-        """As many for each; the first ones have one more where it does not divide."""
+        """Share tokens evenly; if that leaves a remainder, the first processes have one more each."""
         size = group.size()
         counts = tuple(num_tokens // size + (rank < num_tokens % size) for rank in range(size))
         return cls(group, counts, group.rank())
 
     @property
     def start(self) -> int:
-        """Place in the pack of this process's first token."""
+        """Return the position in the pack of this process's first token."""
         return sum(self.counts[: self.rank])
 
     @property
@@ -54,15 +57,20 @@ class TokenShare:
         return self.start + self.counts[self.rank]
 
     def own(self, places: Tensor) -> Tensor:
-        """Of places in the pack [N] those of this process's tokens, counted from its first one."""
+        """Return the positions of this process's tokens among positions in the pack [N].
+
+        They are counted from the process's first token.
+        """
         return places[(places >= self.start) & (places < self.stop)] - self.start
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens for heads: q [t, H, D], k and v [t, G, D] -> [T, H / P, D] and [T, G' / P, D], contiguous.
+        """Exchange tokens for heads, in one exchange; differentiable.
 
-        Process r gets the r-th part of the heads. Where P does not divide the G key and value heads they are
-        repeated so that it does (G' = lcm(G, P)), each query head beside the one that it belongs to.
-        Differentiable, in one exchange. ValueError: P does not divide the number of query heads.
+        q [t, H, D], k and v [t, G, D] -> [T, H / P, D] and [T, G' / P, D], contiguous. Process r gets the
+        r-th part of the heads. If P does not divide the G key and value heads, they are repeated so that it
+        does (G' = lcm(G, P)), each query head beside the one that it belongs to.
+
+        Raises ValueError if P does not divide the number of query heads.
         """
         size = len(self.counts)
         num_tokens, num_heads = query.shape[:2]
@@ -74,30 +82,36 @@ class TokenShare:
         repeats = math.lcm(key.shape[1], size) // key.shape[1]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        parts = [x.reshape(num_tokens, size, -1) for x in (query, key, value)]
-        sent = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)
-        got = self._exchange(sent, [num_tokens] * size, self.counts)
-        widths = [part.shape[2] for part in parts]
+        by_process = [x.reshape(num_tokens, size, -1) for x in (query, key, value)]
+        sent = torch.cat(by_process, dim=2).transpose(0, 1).flatten(0, 1)
+        received = self._exchange(sent, [num_tokens] * size, self.counts)
+        widths = [x.shape[2] for x in by_process]
         q, k, v = (
-            part.reshape(len(got), -1, x.shape[2])
-            for part, x in zip(got.split(widths, dim=1), (query, key, value), strict=True)
+            columns.reshape(len(received), -1, x.shape[2])
+            for columns, x in zip(received.split(widths, dim=1), (query, key, value), strict=True)
         )
         return q, k, v
 
     def to_tokens(self, heads: Tensor) -> Tensor:
-        """Heads for tokens: [T, H / P, D] -> [t, H, D]. Differentiable; undoes what `to_heads` does to q."""
+        """Exchange heads for tokens, which undoes what `to_heads` does to q; differentiable.
+
+        [T, H / P, D] -> [t, H, D].
+        """
         size = len(self.counts)
         num_tokens = self.counts[self.rank]
-        got = self._exchange(heads.flatten(1), self.counts, [num_tokens] * size)
-        return got.view(size, num_tokens, *heads.shape[1:]).transpose(0, 1).flatten(1, 2)
+        received = self._exchange(heads.flatten(1), self.counts, [num_tokens] * size)
+        return received.view(size, num_tokens, *heads.shape[1:]).transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, rows: Tensor, sends: Sequence[int], gets: Sequence[int]) -> Tensor:
         return _Exchange.apply(rows, tuple(sends), tuple(gets), self.group)
 
 
 class _Exchange(torch.autograd.Function):
-    """All to all: rows [sum of sends, W], the first sends[0] of them for process 0, ... -> [sum of gets, W],
-    the first gets[0] of them from process 0, ... Going back, gradients take the other direction.
+    """An all to all of rows.
+
+    Rows [sum of sends, W], of which the first sends[0] are for process 0, and so on, become [sum of gets, W],
+    of which the first gets[0] are from process 0, and so on. In the backward pass, gradients take the other
+    direction.
     """
 
     @staticmethod
@@ -117,8 +131,10 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows [n, W] of each process -> all of them [N, W]. Going back each process keeps the gradient of its
-    own rows: the others' losses are the same loss, not further ones.
+    """A gathering of the rows [n, W] of each process to all of them [N, W].
+
+    In the backward pass each process keeps the gradient of its own rows, because the losses of the other
+    processes are the same loss, not further ones.
     """
 
     @staticmethod
@@ -136,6 +152,9 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(rows: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Rows [n, W] of each process of the group -> all of them [N, W]; counts: n of each. Differentiable."""
+    """Gather the rows [n, W] of each process of the group to all of them [N, W]; differentiable.
+
+    `counts` holds the n of each process.
+    """
     gathered: Tensor = _Gather.apply(rows, counts, group)
     return gathered

@@ -3,9 +3,9 @@
     writer: bits XOR bits of the version before -> bytes by their place -> zstd -> VERSION/weights.zst
     reader: the same backwards, onto the version that it has                    VERSION/manifest.json (last)
 
-A version is a delta to the one before it or, from time to time, an anchor, which needs no other. A reader
-that lacks what a delta is to, or finds a wrong checksum, goes on from the newest anchor. It leaves a mark,
-LOADED.name, beside what it has read; a version is deleted once nobody can need it any more.
+A version is a delta to the one before it or, from time to time, an anchor, which needs no other version. A
+reader that lacks the base of a delta, or finds a wrong checksum, goes on from the newest anchor. It leaves a
+mark, LOADED.name, beside what it has read. A version is deleted once nobody can need it any more.
 """
 
 from __future__ import annotations
@@ -37,46 +37,55 @@ MANIFEST = "manifest.json"
 MARK = "LOADED."
 FAILED = "FAILED"
 MOST_CHANGED = 0.6  # share of the bytes; a delta with more of them is hardly smaller than an anchor
-LEVEL = 1  # of zstd: level 3 took up to three times as long and saved nothing
+LEVEL = 1  # level of zstd; level 3 took up to three times as long and saved nothing
 POLL_SECONDS = 0.02
 
 Bits = dict[str, np.ndarray]
 
 
 class WeightsUnreadable(RuntimeError):
-    """A version can't be read, and there is no anchor from which it could be; says what is missing."""
+    """A version that can't be read, nor restored from an anchor; the message says what is missing."""
 
 
 def bits_of(tensor: Tensor) -> np.ndarray:
-    """The bytes of a tensor in CPU memory, uint8 [number of bytes]; its own, where it is contiguous."""
+    """Return the bytes of a tensor in CPU memory, uint8 [number of bytes].
+
+    They are the tensor's own memory if it is contiguous.
+    """
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def packed(bits: np.ndarray, size: int) -> bytes:
-    """Compressed, for elements of `size` bytes. All first bytes of elements come first, then all second ones:
-    small updates change the low bytes, and those that stay lie together.
+    """Compress the bytes of elements of `size` bytes.
+
+    All first bytes of elements come first, then all second ones, and so on. Small updates change the low
+    bytes, so the bytes that stay the same lie together.
     """
     return zstandard.ZstdCompressor(level=LEVEL).compress(np.ascontiguousarray(bits.reshape(-1, size).T).data)
 
 
 def unpacked(data: bytes, size: int, num_bytes: int) -> np.ndarray:
-    """What `packed` got. ZstdError: it is damaged."""
-    found = zstandard.frame_content_size(data)
-    if found != num_bytes:
-        raise zstandard.ZstdError(f"{found} bytes in place of {num_bytes}")
+    """Return the bytes that `packed` got. Raises ZstdError if the data is damaged."""
+    stored_size = zstandard.frame_content_size(data)
+    if stored_size != num_bytes:
+        raise zstandard.ZstdError(f"{stored_size} bytes in place of {num_bytes}")
     planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8).reshape(size, -1)
     return planes.T.copy().reshape(-1)
 
 
 def versions_in(folder: Path) -> list[int]:
-    """All that are complete, in order."""
+    """Return all complete versions, in order."""
     return sorted(int(path.parent.name) for path in folder.glob(f"*/{MANIFEST}"))
 
 
 class WeightWriter:
-    """The one writer into a folder, which it empties first. anchor_every: every so many versions one is an
-    anchor (1: all are); sooner where the deltas since the last one take more room than it. readers: names of
-    all that read; what one of them has not read stays.
+    """The only writer into a folder, which it empties first.
+
+    Args:
+        folder: the folder of the versions.
+        anchor_every: one of so many versions is an anchor (1: all are). An anchor comes sooner if the deltas
+            since the last one take more room than it.
+        readers: names of all readers. A version that one of them has not read stays.
     """
 
     def __init__(self, folder: Path, anchor_every: int, readers: Sequence[str]) -> None:
@@ -86,7 +95,7 @@ class WeightWriter:
         if folder.is_dir():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        self._bits: Bits = {}  # of the newest version
+        self._bits: Bits = {}  # bits of the newest version
         self._layout: list[tuple[str, list[int], str]] = []
         self._manifest: dict[str, Any] = {"version": -1}
         self._sizes: list[int] = []  # bytes of the last anchor's file, and of the deltas since
@@ -95,15 +104,25 @@ class WeightWriter:
         self._written: Future[Any] | None = None
 
     def begin(self, pairs: Sequence[tuple[str, Tensor]], version: int) -> None:
-        """As `write`, in a thread of its own, once what was begun before is written; raises its error."""
+        """Write in a thread, as `write` does, once the version that was begun before is written.
+
+        Raises the error of that version, if there was one.
+        """
         if self._written is not None:
             self._written.result()
         self._written = self._thread.submit(self.write, pairs, version)
 
     def write(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Any]:
-        """Writes the model (names, and tensors in CPU memory that nobody changes any more) as `version`,
-        higher than those before; returns the manifest. One that is there already stays as it is. OSError: it
-        can't be written; readers hear of it.
+        """Write the model as `version`, and return the manifest.
+
+        A version that exists already stays as it is.
+
+        Args:
+            pairs: names, and tensors in CPU memory that nobody changes any more.
+            version: higher than those before.
+
+        Raises:
+            OSError: the version can't be written. Readers are told.
         """
         if version == self._manifest["version"]:
             return self._manifest
@@ -111,14 +130,14 @@ class WeightWriter:
             self._write(dict(pairs), version)
         except BaseException as error:
             logger.exception("weights %d could not be written", version)
-            shutil.rmtree(self.folder / str(version), ignore_errors=True)  # room for the reason
+            shutil.rmtree(self.folder / str(version), ignore_errors=True)  # makes room for the reason
             write_text_atomically(self.folder / FAILED, f"{type(error).__name__}: {error}")
             raise
         self._delete_old(version)
         return self._manifest
 
     def close(self) -> None:
-        """Lets what is being written end, and deletes all versions."""
+        """Wait for what is being written, and delete all versions."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -150,10 +169,10 @@ class WeightWriter:
             "files": {PAYLOAD: offset},
             "tensors": tensors,
         }
-        aside = folder / f"{MANIFEST}.partial"
-        aside.write_text(json.dumps(manifest), encoding="utf-8")
-        sync(aside)
-        os.replace(aside, folder / MANIFEST)
+        partial = folder / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(manifest), encoding="utf-8")
+        sync(partial)
+        os.replace(partial, folder / MANIFEST)
         sync(folder)
         if not is_delta:
             self._sizes = []
@@ -164,10 +183,12 @@ class WeightWriter:
         self._manifest = manifest
 
     def _delete_old(self, newest: int) -> None:
-        """All before the last anchor that no reader is behind of."""
+        """Delete all versions before the last anchor that every reader has reached."""
         marks = [self.folder.glob(f"*/{MARK}{name}") for name in self.readers]
-        read = [max((int(mark.parent.name) for mark in those), default=-1) for those in marks]
-        slowest = min(read, default=newest)
+        last_read = [
+            max((int(mark.parent.name) for mark in reader_marks), default=-1) for reader_marks in marks
+        ]
+        slowest = min(last_read, default=newest)
         needed = max((anchor for anchor in self._anchors if anchor <= slowest), default=self._anchors[0])
         self._anchors = [anchor for anchor in self._anchors if anchor >= needed]
         for version in versions_in(self.folder):
@@ -176,18 +197,21 @@ class WeightWriter:
 
 
 class WeightReader:
-    """One that reads what a `WeightWriter` writes. name: among the writer's `readers`."""
+    """A reader of what a `WeightWriter` writes; `name` is one of the writer's `readers`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        self.version: int | None = None  # that it has
-        self.num_bytes = 0  # that it read from files
+        self.version: int | None = None  # the version that it has
+        self.num_bytes = 0  # bytes that it read from files
         self._bits: Bits = {}
         self._closing = threading.Event()
 
     def read(self, version: int, seconds: float = 0.0) -> list[tuple[str, Tensor]]:
-        """That version, bit for bit, in tensors that stay; waits so long for it. WeightsUnreadable."""
+        """Return a version, bit for bit, in tensors that nobody changes; wait up to `seconds` for it.
+
+        Raises WeightsUnreadable if it does not come or can't be restored.
+        """
         self._wait(version, seconds)
         try:
             bits, tensors = self._restored(version, self.version)
@@ -199,26 +223,29 @@ class WeightReader:
         self.version = version
         self._bits = bits
         (self.folder / str(version) / f"{MARK}{self.name}").touch()
-        types = {each["name"]: (getattr(torch, each["dtype"]), each["shape"]) for each in tensors}
+        types = {entry["name"]: (getattr(torch, entry["dtype"]), entry["shape"]) for entry in tensors}
         return [(n, torch.from_numpy(bits[n]).view(dtype).reshape(s)) for n, (dtype, s) in types.items()]
 
     def close(self) -> None:
-        """Whoever waits in `read` ends."""
+        """End the waiting of everyone who waits in `read`."""
         self._closing.set()
 
     def _wait(self, version: int, seconds: float) -> None:
         due = time.monotonic() + seconds
-        while version not in (there := versions_in(self.folder)):
+        while version not in (versions := versions_in(self.folder)):
             if (failure := self.folder / FAILED).is_file():
                 raise WeightsUnreadable(f"weights {version} were not written: {failure.read_text()}")
             if self._closing.wait(POLL_SECONDS) or time.monotonic() >= due:
                 raise WeightsUnreadable(
                     f"weights {version} did not come into {self.folder} within {seconds:g} s; found versions "
-                    f"{there}. Is it a folder that all nodes see (actor_rollout_ref.rollout.weight_dir)?"
+                    f"{versions}. Is it a folder that all nodes see (actor_rollout_ref.rollout.weight_dir)?"
                 )
 
     def _restored(self, version: int, held: int | None) -> tuple[Bits, list[dict[str, Any]]]:
-        """A version from the one that is held (None: from an anchor), with the tensors of its manifest."""
+        """Return a version made from the one that is held, with the tensors of its manifest.
+
+        If none is held (None), the version is made from an anchor.
+        """
         chain: list[dict[str, Any]] = []
         needed: int | None = version
         while needed is not None and (not chain or needed != held):
@@ -242,20 +269,20 @@ class WeightReader:
         path = self.folder / str(manifest["version"]) / PAYLOAD
         bits: Bits = {}
         with path.open("rb") as file:
-            for each in manifest["tensors"]:
-                name = each["name"]
-                size = getattr(torch, each["dtype"]).itemsize
-                data = file.read(each["nbytes"])
+            for entry in manifest["tensors"]:
+                name = entry["name"]
+                size = getattr(torch, entry["dtype"]).itemsize
+                data = file.read(entry["nbytes"])
                 self.num_bytes += len(data)
                 try:
-                    new = unpacked(data, size, int(np.prod(each["shape"], dtype=np.int64)) * size)
+                    new = unpacked(data, size, int(np.prod(entry["shape"], dtype=np.int64)) * size)
                     if manifest["kind"] == "delta":
                         new ^= base[name]
-                    is_right = zlib.crc32(new.data) == each["checksum"]
+                    is_right = zlib.crc32(new.data) == entry["checksum"]
                 except (zstandard.ZstdError, KeyError, ValueError):
                     is_right = False
                 if not is_right:
-                    what = f"{name} of weights {manifest['version']} ({manifest['kind']}) in {path}"
-                    raise WeightsUnreadable(f"{what} is not what was written: its checksum is another")
+                    label = f"{name} of weights {manifest['version']} ({manifest['kind']}) in {path}"
+                    raise WeightsUnreadable(f"{label} is not what was written: its checksum is another")
                 bits[name] = new
         return bits

@@ -3,9 +3,9 @@
     data.mixture -> Mixture[i] (rows of all sources, one after the other)
     MixtureSampler -> how many prompts of the next ones are of each source, and which these are
 
-Whatever is drawn, the number of prompts of a source stays within one of its share of all that were drawn so
-far: an error that does not grow. Which sources get the odd ones of a step, and the order of the rows in it,
-follow from (seed, number of the draw).
+However many prompts are drawn, the number of prompts of a source stays within one of its share of all prompts
+drawn so far. The error does not grow. Which sources get the odd prompts of a step, and the order of the rows
+in it, follow from (seed, number of the draw).
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Mixture:
     """The rows of several sources as one data set: those of the first, of the second, ...
 
     Attributes:
-        sources: what they are. datasets: the rows of each. weights: of each among the prompts; they add up to
-            1. starts: the place of each source's first row.
+        sources: the sources.
+        datasets: the rows of each source.
+        weights: the weight of each source among the prompts; the weights add up to 1.
+        starts: the index of each source's first row.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Mixture:
         return sum(len(dataset) for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A row as `RLHFDataset` has it, with `source` (str, its name) and `num_answers` (int; None: as the
-        run has it).
+        """Return a row as `RLHFDataset` has it, with two more entries.
+
+        They are `source` (str, the name of its source) and `num_answers` (int; None stands for the run's own
+        number).
         """
         number = self.source_of(index)
         source = self.sources[number]
@@ -56,7 +60,7 @@ class Mixture:
         return row | {"index": index, "source": source.name, "num_answers": source.n}
 
     def rows_to_check(self) -> Iterator[Row]:
-        """The rows that can be looked at before the run starts."""
+        """Return the rows that can be checked before the run starts."""
         return chain.from_iterable(dataset.rows_to_check() for dataset in self.datasets)
 
     def metrics(
@@ -65,10 +69,15 @@ class Mixture:
         scores: Mapping[Any, Sequence[float]],
         unsolved: Collection[Any],
     ) -> dict[str, float]:
-        """Return `data/<name>/`: `share` of the prompts; mean `score` of its answers that can be learnt from;
+        """Return the metrics `data/<name>/` of each source.
+
+        They are the `share` of the prompts, the mean `score` of its answers that can be learnt from, and the
         share of its groups that are `solved`.
 
-        scores: group -> those of its answers. unsolved: groups with an answer that is not solved.
+        Args:
+            source_of_group: group -> name of its source.
+            scores: group -> scores of its answers that can be learnt from.
+            unsolved: groups with an answer that is not solved.
         """
         metrics: dict[str, float] = {}
         for source in self.sources:
@@ -83,12 +92,15 @@ class Mixture:
         return metrics
 
     def source_of(self, index: int) -> int:
-        """The number of the source of a row."""
+        """Return the number of the source of a row."""
         return int(np.searchsorted(self.starts, index, side="right")) - 1
 
 
 def adapted(source: Source) -> Callable[[Row], Row]:
-    """What is made of a source's rows: its name, verifier and environment where a row names none."""
+    """Return a function that completes a source's rows.
+
+    It adds the source's name, verifier and environment where a row names none.
+    """
 
     def adapt(row: Row) -> Row:
         row = {"data_source": source.name, **row}
@@ -106,25 +118,34 @@ def adapted(source: Source) -> Callable[[Row], Row]:
 
 
 def with_verifier(reward_model: dict[str, Any], name: str) -> dict[str, Any]:
-    """A row's reward_model with a verifier, if it names none; its label is the truth or golden answers."""
+    """Add a verifier to a row's reward_model if it names none.
+
+    The verifier's label is the row's ground truth, or its golden answers.
+    """
     truth = reward_model.get("ground_truth")
     if isinstance(truth, Mapping) and truth.get("verifiers") is not None:
         return reward_model
     label = truth["target"] if isinstance(truth, Mapping) and truth.get("target") is not None else truth
     label = label.tolist() if isinstance(label, np.ndarray) else label
     label = label[0] if isinstance(label, list) and len(label) == 1 else label
-    kept = dict(truth) if isinstance(truth, Mapping) else {}
-    return reward_model | {"ground_truth": kept | {"verifiers": [verifier(name, label)]}}
+    entries = dict(truth) if isinstance(truth, Mapping) else {}
+    return reward_model | {"ground_truth": entries | {"verifiers": [verifier(name, label)]}}
 
 
 def verifier(name: str, label: Any, weight: float = 1.0) -> dict[str, Any]:
-    """An entry of `reward_model.ground_truth.verifiers`; labels are text, as parquet needs one type."""
+    """Return an entry of `reward_model.ground_truth.verifiers`.
+
+    Labels are text, because parquet needs one type.
+    """
     text = label if isinstance(label, str) else json.dumps(label, default=np.ndarray.tolist)
     return {"name": name, "label": text, "weight": weight}
 
 
 class MixtureSampler(PromptSampler):
-    """Draws from each source by its share, with a sampler for each, which counts from 0."""
+    """A sampler that draws from each source by its share.
+
+    It has a sampler for each source, whose row numbers start from 0.
+    """
 
     def __init__(
         self, mixture: Mixture, samplers: Sequence[PromptSampler], batch_size: int, shuffle: bool, seed: int
@@ -136,34 +157,36 @@ class MixtureSampler(PromptSampler):
         self.drawn = np.zeros(len(samplers), dtype=np.int64)  # prompts of each source so far
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """Return the next `count` rows of all sources, in an order of chance. No row comes twice, and none of
-        `skip`, while its source has others: a source with fewer rows than its share of a step gives rows
-        again.
+        """Return the next `count` rows of all sources, in random order.
+
+        No row comes twice, and none of `skip`, while its source has others. A source with fewer rows than its
+        share of a step gives rows again.
         """
         rng = np.random.default_rng([self.seed, self.num_draws])
         counts = self._counts(count, rng)
         starts = self.mixture.starts.tolist()
         rows: list[int] = []
         for number, (sampler, start) in enumerate(zip(self.samplers.values(), starts, strict=False)):
-            asked = [row - start for row in skip if self.mixture.source_of(row) == number]
+            skipped = [row - start for row in skip if self.mixture.source_of(row) == number]
             if counts[number]:
-                rows += [start + row for row in sampler.take(int(counts[number]), asked)]
+                rows += [start + row for row in sampler.take(int(counts[number]), skipped)]
         self.num_draws += 1
         self.drawn += counts
         return [rows[i] for i in rng.permutation(count)] if self.shuffle else rows
 
     def _counts(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Prompts of each source among the next `count`, [sources] int64. A source without prompts left
-        gives none, and the others take its share.
+        """Return the number of prompts of each source among the next `count`, [sources] int64.
+
+        A source without remaining prompts gives none, and the others take its share.
         """
         self.check_left(count)
         has_prompts = np.array([sampler.num_left > 0 for sampler in self.samplers.values()])
         weights = np.where(has_prompts, self.mixture.weights, 0.0)
-        wanted = weights / weights.sum() * (self.drawn[has_prompts].sum() + count) - self.drawn
-        counts = np.where(has_prompts, np.maximum(np.floor(wanted), 0), 0).astype(np.int64)
+        targets = weights / weights.sum() * (self.drawn[has_prompts].sum() + count) - self.drawn
+        counts = np.where(has_prompts, np.maximum(np.floor(targets), 0), 0).astype(np.int64)
         while counts.sum() != count:
             step = 1 if counts.sum() < count else -1
-            behind = step * (wanted - counts) + rng.random(len(counts)) * 1e-6
+            behind = step * (targets - counts) + rng.random(len(counts)) * 1e-6
             behind[~has_prompts if step > 0 else counts == 0] = -np.inf
             counts[int(behind.argmax())] += step
         return counts
@@ -173,12 +196,12 @@ class MixtureSampler(PromptSampler):
         return sum(sampler.num_left for sampler in self.samplers.values())
 
     def num_fresh(self, asked: Collection[int]) -> int:
-        of_sources: list[list[int]] = [[] for _ in self.samplers]
+        rows_of_sources: list[list[int]] = [[] for _ in self.samplers]
         for row in asked:
             number = self.mixture.source_of(row)
-            of_sources[number].append(row - int(self.mixture.starts[number]))
+            rows_of_sources[number].append(row - int(self.mixture.starts[number]))
         samplers = self.samplers.values()
-        return sum(sampler.num_fresh(rows) for sampler, rows in zip(samplers, of_sources, strict=True))
+        return sum(sampler.num_fresh(rows) for sampler, rows in zip(samplers, rows_of_sources, strict=True))
 
     def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
         samplers = list(self.samplers.values())
@@ -188,7 +211,7 @@ class MixtureSampler(PromptSampler):
             samplers[number].record([row_of_source], [score], {row_of_source} if row in teaching else ())
 
     def metrics(self) -> dict[str, float]:
-        """Those of the sources' samplers: counts added up, shares as their mean."""
+        """Return the metrics of the sources' samplers: counts are added up, shares are averaged."""
         total = defaultdict[str, float](float)
         for sampler in self.samplers.values():
             for name, value in sampler.metrics().items():
@@ -197,12 +220,12 @@ class MixtureSampler(PromptSampler):
 
     def history(self) -> dict[str, np.ndarray]:
         histories = [(source, sampler.history()) for source, sampler in self.samplers.items()]
-        return {f"{source}/{name}": own[name] for source, own in histories for name in own}
+        return {f"{source}/{name}": arrays[name] for source, arrays in histories for name in arrays}
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
         for source, sampler in self.samplers.items():
-            own = [name for name in history if name.startswith(f"{source}/")]
-            sampler.load_history({name.removeprefix(f"{source}/"): history[name] for name in own})
+            names = [name for name in history if name.startswith(f"{source}/")]
+            sampler.load_history({name.removeprefix(f"{source}/"): history[name] for name in names})
 
     def close(self) -> None:
         for sampler in self.samplers.values():
@@ -226,7 +249,10 @@ class MixtureSampler(PromptSampler):
 
 
 def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
-    """The rows of data.mixture or data.train_files. ValueError: what `RLHFDataset` and `Source` raise."""
+    """Read the rows of data.mixture or data.train_files.
+
+    Raises ValueError where `RLHFDataset` or `Source` do.
+    """
     data = config.data
     settings = {**config.data, "env_class": config.environment.env_class}
 
@@ -254,8 +280,8 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
         else:
             from verl.environments.adapters import verifiers_rows
 
-            made = verifiers_rows(source.env["id"], source.env.get("args") or {})
-            dataset = RLHFDataset(made, tokenizer, settings, adapt=adapted(source))
+            rows = verifiers_rows(source.env["id"], source.env.get("args") or {})
+            dataset = RLHFDataset(rows, tokenizer, settings, adapt=adapted(source))
         weights.append(source.weight(len(dataset)))
         dataset.keep(source.rows_to_use(len(dataset)))
         datasets.append(dataset)
@@ -263,7 +289,10 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
 
 
 def prompt_sampler(rows: RLHFDataset | Mixture, config: Config) -> PromptSampler:
-    """What draws a run's prompts from its rows. ValueError: there are fewer rows than a step takes."""
+    """Return the sampler that draws a run's prompts from its rows.
+
+    Raises ValueError if there are fewer rows than a step takes.
+    """
     data = config.data
     batch_size = config.data.train_batch_size
     seed = config.trainer.seed

@@ -3,10 +3,10 @@
     rows of files -> RLHFDataset[i] -> {raw_prompt_ids, data_source, reward_model, extra_info, index, episode}
     PromptSampler -> which rows make the next batch, the same again after a restart
 
-Row schema (Search-R1's): data_source str; prompt [{role, content}, ...]; reward_model {style, ground_truth:
-{target: [golden answers]}} (SkyRL's rows call it reward_spec); extra_info {split, index, ...}, which may be
-missing. Other columns are kept, and given to the row's environment where that is not a search: then rows are
-SkyRL's, and data_source and the reward's column may be missing.
+The row schema is that of Search-R1: data_source str; prompt [{role, content}, ...]; reward_model {style,
+ground_truth: {target: [golden answers]}} (SkyRL's rows call it reward_spec); extra_info {split, index, ...},
+which may be missing. Other columns are kept, and are passed to the row's environment if that is not a search.
+Rows of such an environment are SkyRL's, and data_source and the reward's column may be missing.
 """
 
 import json
@@ -34,13 +34,15 @@ class RLHFDataset:
     """Prompts as token ids, with what is needed to score their answers.
 
     Args:
-        parquet_files: a file (.parquet or .jsonl) or several, read one after the other; "~" is expanded.
-            Or the rows themselves.
-        tokenizer: the policy's; its chat template is used if it has one, else the first message's content.
+        parquet_files: a file (.parquet or .jsonl) or several, read one after the other; "~" is expanded. Or
+            the rows themselves.
+        tokenizer: that of the policy. Its chat template is used if it has one, otherwise the first message's
+            content.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
             max_start_length; and env_class, the environment of rows that name none.
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
-        adapt: what is made of each row before anything is read from it (`mixture` has such functions).
+        adapt: function that is applied to each row before anything is read from it (`mixture` has such
+            functions).
         verl_arguments: those settings one by one, as Search-R1's verl takes them; others have no effect.
 
     Raises:
@@ -86,15 +88,15 @@ class RLHFDataset:
         self._has_warned = False
 
     def keep(self, num_rows: int | None) -> None:
-        """Leaves out all but so many rows, drawn with a fixed seed: those of pandas' DataFrame.sample."""
+        """Keep only `num_rows` rows, drawn with a fixed seed: the same as pandas' DataFrame.sample draws."""
         if num_rows is not None:
             chosen = np.random.RandomState(_SUBSET_SEED).choice(len(self), num_rows, replace=False)
             self.rows = [self.rows[i] for i in chosen]
 
     def check_columns(self, columns: Iterable[str], where: str) -> None:
-        """Raises ValueError if a row with these columns can't be asked and scored."""
+        """Raise ValueError if a row with these columns can't be asked and scored."""
         needed = [self.prompt_key]
-        # an environment has rewards; and a source of a mixture names itself, too
+        # An environment has its own rewards. A source of a mixture also names itself.
         if self.adapt is None and self.config["env_class"] == SEARCH and "env_class" not in columns:
             needed += ["data_source", "reward_spec" if "reward_spec" in columns else "reward_model"]
         require_columns(columns, needed, where, "The prompt's column is named by data.prompt_key.")
@@ -103,39 +105,45 @@ class RLHFDataset:
         return len(self.rows)
 
     def rows_to_check(self) -> Iterable[Row]:
-        """The rows that can be looked at before the run starts."""
+        """Return the rows that can be checked before the run starts."""
         return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.item(self.rows[index], index)
 
     def item(self, row: Row, index: int) -> dict[str, Any]:
-        """A row as it is asked: raw_prompt_ids (list[int], special tokens as `encode_prompt` has them),
-        data_source (str), reward_model (dict), extra_info (dict), index (int, its place in the data set),
-        and `episode`: what the environment gets (env_class, prompt in messages, extras: all columns but the
-        prompt), or None for a search as the configuration has it.
+        """Return a row in the form in which it is asked.
+
+        Returns:
+            A dictionary with
+
+            - raw_prompt_ids (list[int], special tokens as `encode_prompt` has them);
+            - data_source (str), reward_model (dict), extra_info (dict);
+            - index (int, the row's index in the data set);
+            - episode: what the environment gets (env_class, prompt in messages, extras: all columns but the
+              prompt), or None for a search as the configuration has it.
         """
         row = self.adapt(row) if self.adapt is not None else row
         messages = self.messages_of(row)
-        kept = self.config["max_start_length"]
+        limit = self.config["max_start_length"]
         ids = encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
-        if len(ids) > kept and not self._has_warned:
+        if len(ids) > limit and not self._has_warned:
             self._has_warned = True
-            print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={kept} are used")
+            print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={limit} are used")
         extra_info = row.get("extra_info")
         env_class = self.env_class_of(row)
         rewards = {name: row.get(name) for name in ("reward_model", "reward_spec")}
-        reward = next((each for each in rewards.values() if each is not None), None)
+        reward = next((value for value in rewards.values() if value is not None), None)
         episode = None
         if env_class != SEARCH:
             extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
             if reward is not None:
-                extras |= {name: plain(reward) for name, own in rewards.items() if own is None}
+                extras |= {name: plain(reward) for name, cell in rewards.items() if cell is None}
             episode = {"env_class": env_class, "prompt": messages, "extras": extras}
         elif (max_turns := row_max_turns(row)) is not None:
             episode = {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": max_turns}}
         return {
-            "raw_prompt_ids": cut_prompt(self.tokenizer, ids, kept),
+            "raw_prompt_ids": cut_prompt(self.tokenizer, ids, limit),
             "data_source": row.get("data_source") or env_class.replace(":", "."),
             "reward_model": reward if isinstance(reward, Mapping) else {"ground_truth": None},
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
@@ -144,7 +152,7 @@ class RLHFDataset:
         }
 
     def env_class_of(self, row: Row) -> str:
-        """Return the environment that a row names, else the configuration's."""
+        """Return the environment that a row names, or else that of the configuration."""
         named = row.get("env_class")
         if isinstance(named, str) and named:
             return named
@@ -156,10 +164,13 @@ class RLHFDataset:
         return chat_messages(row[self.prompt_key], self.prompt_key)
 
     def too_long(self, row: Row) -> str | None:
-        """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None."""
+        """Return the length and the beginning of a prompt that is too long, else None.
+
+        A prompt is too long if it is longer than data.max_prompt_length.
+        """
         longest = self.config["max_prompt_length"]
         messages = self.messages_of(row)
-        # a token has at least one byte, so only rows of many bytes are tokenised
+        # A token has at least one byte, so only rows of many bytes are tokenised.
         num_bytes = sum(len(str(message.get("content")).encode()) for message in messages)
         if num_bytes + _TEMPLATE_BYTES <= longest:
             return None
@@ -174,33 +185,39 @@ class RLHFDataset:
         )
 
     def _check_lengths(self, files: str) -> None:
-        """Refuses, or leaves out, prompts that are too long."""
-        found = {i: text for i, row in enumerate(self.rows) if (text := self.too_long(row)) is not None}
-        if not found:
+        """Refuse prompts that are too long, or leave them out."""
+        problems = {i: text for i, row in enumerate(self.rows) if (text := self.too_long(row)) is not None}
+        if not problems:
             return
-        too_long = f"{len(found)} of {len(self)} prompts in {files} that are too long"
-        if self.config["truncation"] == "error" or len(found) == len(self):
-            first, text = next(iter(found.items()))
+        too_long = f"{len(problems)} of {len(self)} prompts in {files} that are too long"
+        if self.config["truncation"] == "error" or len(problems) == len(self):
+            first, text = next(iter(problems.items()))
             raise self.length_error(f"{too_long} (the first: row {first}, {text})")
         print(f"note: {too_long} are skipped (data.truncation=skip)")
-        self.rows = [row for i, row in enumerate(self.rows) if i not in found]
+        self.rows = [row for i, row in enumerate(self.rows) if i not in problems]
 
 
 class DataFailed(RuntimeError):
-    """The training data can't give the next prompts, for a reason outside of the program."""
+    """The error of training data that can't give the next prompts, for a reason outside of the program."""
 
 
 class PromptSampler:
-    """Row numbers to ask: every row once an epoch, in an order that depends on (seed, epoch) alone.
+    """Row numbers to ask: every row once an epoch, in an order that depends only on (seed, epoch).
 
-    Rows left over at an epoch's end, too few for what is asked for, are left out of that epoch. A row that
-    the step has asked already, in the epoch before, is postponed: it comes first once it may be asked again.
+    If the rows that remain at an epoch's end are too few for what is asked for, they are left out of that
+    epoch. A row that the step has already asked, in the epoch before, is postponed: it comes first once it
+    may be asked again.
 
     Args:
-        num_rows, batch_size: rows of the data set, and of a training step. ValueError: too few rows for one.
-        shuffle: a new order each epoch; else the file's order. seed: of the shuffling.
-        retire_solved: rows whose group reached this mean score are not asked again, see `record`; None: all
-            are.
+        num_rows: rows of the data set.
+        batch_size: rows of a training step.
+        shuffle: whether each epoch has a new order. If not, the order is that of the file.
+        seed: seed of the shuffling.
+        retire_solved: rows whose group reached this mean score are not asked again, see `record`. None: all
+            rows are asked.
+
+    Raises:
+        ValueError: there are too few rows for one batch.
     """
 
     def __init__(
@@ -219,43 +236,49 @@ class PromptSampler:
         self.retired = set[int]()
         self.epoch = 0
         self.position = 0
-        self.postponed: list[int] = []  # rows whose turn it was while they might not be asked
+        self.postponed: list[int] = []  # rows whose turn came while they were not allowed to be asked
         self._order = lru_cache(1)(self.order_of)
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.num_rows // self.batch_size
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
         """Return the next `count` row numbers, going on into the next epoch where this one ends.
 
         No row comes twice, and none of `skip` (rows that the step has asked, or that are under way), while
-        there are others. Where there are none left, as a step asks more than there are rows, rows are asked
-        again, those of `skip` first. DataFailed: too many rows are retired.
+        there are others. If a step asks more rows than there are, rows are asked again, those of `skip`
+        first.
+
+        Raises DataFailed if too many rows are retired.
         """
         self.check_left(count)
-        asked = set(skip)
-        taken: list[int] = []
-        while len(taken) < count:
-            if self.num_fresh(asked) <= 0:
-                asked = set(taken)
-            if self.num_fresh(asked) <= 0:
-                asked = set()
-            rows = self._draw(min(count - len(taken), self.num_fresh(asked)), asked)
-            taken += rows
-            asked.update(rows)
-        return taken
+        excluded = set(skip)
+        chosen: list[int] = []
+        while len(chosen) < count:
+            if self.num_fresh(excluded) <= 0:
+                excluded = set(chosen)
+            if self.num_fresh(excluded) <= 0:
+                excluded = set()
+            rows = self._draw(min(count - len(chosen), self.num_fresh(excluded)), excluded)
+            chosen += rows
+            excluded.update(rows)
+        return chosen
 
     def _draw(self, count: int, asked: set[int]) -> list[int]:
-        """Return the next `count` rows that are not in `asked`, no row twice. There are so many."""
+        """Return the next `count` rows that are not in `asked`, no row twice.
+
+        The caller makes sure that there are as many.
+        """
         rows: list[int] = []
         while len(rows) < count:
             rows += self._next_of_epoch(min(count - len(rows), self.batch_size), asked.union(rows))
         return rows
 
     def _next_of_epoch(self, count: int, asked: set[int]) -> list[int]:
-        """Return the next `count` rows of one epoch that are not in `asked`: of this epoch, or of the next
-        one if too few of this one are left.
+        """Return the next `count` rows of one epoch that are not in `asked`.
+
+        They are of this epoch, or of the next one if too few of this one are left.
         """
         while True:
             order = self._order(self.epoch)
@@ -291,7 +314,7 @@ class PromptSampler:
 
     @property
     def num_left(self) -> int:
-        """Rows that are not retired."""
+        """Return the number of rows that are not retired."""
         return self.num_rows - len(self.retired)
 
     def num_fresh(self, asked: Collection[int]) -> int:
@@ -299,7 +322,7 @@ class PromptSampler:
         return self.num_left - len(set(asked) - self.retired)
 
     def check_left(self, count: int, left: int | None = None) -> None:
-        """DataFailed: too many rows are retired to ask `count`, or a batch where that is less."""
+        """Raise DataFailed if too many rows are retired to ask `count`, or a batch if that is less."""
         left = self.num_left if left is None else left
         if left < min(count, self.batch_size):
             raise DataFailed(
@@ -309,8 +332,10 @@ class PromptSampler:
             )
 
     def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
-        """Hear the mean score of the group of each row. teaching: those of the rows that are not retired,
-        however high their score is, as their answers still differ in something that is learnt.
+        """Record the mean score of the group of each row.
+
+        `teaching` are those of the rows that are not retired, however high their score is, because their
+        answers still differ in something that can be learnt.
         """
         if self.retire_solved is not None:
             pairs = zip(rows, scores, strict=True)
@@ -318,51 +343,54 @@ class PromptSampler:
             self.retired |= solved.difference(teaching)
 
     def metrics(self) -> dict[str, float]:
-        """`filter/retired`: rows that are not asked again."""
+        """Return `filter/retired`, the number of rows that are not asked again."""
         return {} if self.retire_solved is None else {"filter/retired": float(len(self.retired))}
 
     def history(self) -> dict[str, np.ndarray]:
-        """What a checkpoint needs besides `state_dict`: values of many rows, copied."""
+        """Return what a checkpoint needs besides `state_dict`: values of many rows, copied."""
         return {} if self.retire_solved is None else {"retired": np.array([*self.retired], np.int64)}
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
-        """Takes what `history` gave. ValueError: that was of a sampler with other settings."""
+        """Restore what `history` returned. Raises ValueError if that was of a sampler with other settings."""
         if ("draws" in history) != ("draws" in self.history()):
-            found, value = ("what", "false") if "draws" in history else ("nothing that", "true")
+            subject, value = ("what", "false") if "draws" in history else ("nothing that", "true")
             raise ValueError(
-                f"Found {found} difficulty pools have measured in the checkpoint, with "
+                f"Found {subject} difficulty pools have measured in the checkpoint, with "
                 f"data.difficulty_pools.enable={value}; a run keeps the data order it began with. Use the "
                 "other value, or trainer.resume_mode=none."
             )
         self.retired = set(history["retired"].tolist()) if "retired" in history else set()
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """End the work in the background, if there is any."""
 
     def order_of(self, epoch: int) -> np.ndarray:
-        """The rows in the order of an epoch, [num_rows] int64."""
+        """Return the rows in the order of an epoch, [num_rows] int64."""
         if not self.shuffle:
             return np.arange(self.num_rows)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the order depends on; plain numbers."""
+        """Return the position, and what the order depends on, as plain numbers."""
         numbers = {"epoch": self.epoch, "position": self.position, "num_rows": self.num_rows}
         numbers |= {"batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed}
         return numbers | {"postponed": list(self.postponed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. ValueError: data, batch size or seed are others than when it was saved."""
-        own = self.state_dict()
-        if state.keys() | {"postponed"} != own.keys():  # older versions postponed none
+        """Go to a saved position.
+
+        Raises ValueError if data, batch size or seed differ from those of the saved position.
+        """
+        now = self.state_dict()
+        if state.keys() | {"postponed"} != now.keys():  # older versions postponed none
             raise ValueError(
                 "Found a checkpoint of another kind of data: it was made with another value of "
                 "data.streaming, or with data.mixture. Use the old settings, or trainer.resume_mode=none."
             )
         for name in ("num_rows", "batch_size", "shuffle", "seed"):
-            if state[name] != own[name]:
+            if state[name] != now[name]:
                 raise ValueError(
-                    f"Found {name}={own[name]}, but the checkpoint was made with {state[name]}; a run keeps "
+                    f"Found {name}={now[name]}, but the checkpoint was made with {state[name]}; a run keeps "
                     "the data order it began with. Use the old value, or trainer.resume_mode=none."
                 )
         self.epoch = int(state["epoch"])
@@ -370,15 +398,22 @@ class PromptSampler:
         self._load_postponed(state.get("postponed", ()))
 
     def _load_postponed(self, postponed: Sequence[Any]) -> None:
-        """Take the postponed rows of a `state_dict`."""
+        """Load the postponed rows of a `state_dict`."""
         self.postponed = list(postponed)
 
 
 def read_rows(
     file: str, check: Callable[[Iterable[str], str], None], columns: Sequence[str] | None = None
 ) -> list[Row]:
-    """All rows of a file. `check` is given their columns, and where they are. columns: of a parquet file only
-    these are read, as far as it has them; None: all. ValueError.
+    """Read all rows of a file.
+
+    Args:
+        file: a parquet or jsonl file; "~" is expanded.
+        check: is called with the columns, and with a description of where they are.
+        columns: of a parquet file only these columns are read, as far as it has them; None: all.
+
+    Raises:
+        ValueError: there is no such file, or a line of jsonl holds no row.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -389,13 +424,13 @@ def read_rows(
             return [json_row(line, where, check) for where, line in numbered if line.strip()]
     names = pq.read_schema(path).names
     check(names, str(path))
-    kept = None if columns is None else [name for name in names if name in columns]
-    rows: list[Row] = pq.read_table(path, columns=kept).to_pylist()
+    selected = None if columns is None else [name for name in names if name in columns]
+    rows: list[Row] = pq.read_table(path, columns=selected).to_pylist()
     return rows
 
 
 def json_row(line: bytes, where: str, check: Callable[[Iterable[str], str], None]) -> Row:
-    """A line of a jsonl file. ValueError: it holds no row."""
+    """Return the row in a line of a jsonl file. Raises ValueError if it holds no row."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -407,7 +442,7 @@ def json_row(line: bytes, where: str, check: Callable[[Iterable[str], str], None
 
 
 def require_columns(columns: Iterable[str], needed: Sequence[str], where: str, advice: str) -> None:
-    """ValueError: `where` lacks a column."""
+    """Raise ValueError if `columns`, those of `where`, lack one of `needed`."""
     if missing := [name for name in needed if name not in columns]:
         raise ValueError(
             f"Found no column {', '.join(missing)} in {where} (it has {', '.join(columns)}); expected "
@@ -416,7 +451,10 @@ def require_columns(columns: Iterable[str], needed: Sequence[str], where: str, a
 
 
 def chat_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """A cell as chat messages, without what is null in them; plain text is one user message. ValueError."""
+    """Return a cell as chat messages, without their entries that are null; plain text is one user message.
+
+    Raises ValueError if the cell is neither text nor chat messages.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, Sequence | np.ndarray) or len(value) == 0:
@@ -425,46 +463,53 @@ def chat_messages(value: Any, column: str) -> list[dict[str, Any]]:
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} of {column} is {shown(message)}; expected {{role, content}}")
-        given = {name: item for name, item in message.items() if item is not None}
-        if not isinstance(given.get("content"), str) and not given.get("tool_calls"):
+        entries = {name: item for name, item in message.items() if item is not None}
+        if not isinstance(entries.get("content"), str) and not entries.get("tool_calls"):
             raise ValueError(f"message {i} of {column} has the content {shown(message.get('content'))}")
-        messages.append(given)
+        messages.append(entries)
     return messages
 
 
 def shown(value: Any) -> str:
-    """A value in an error message."""
+    """Return a value as it appears in an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def prompt_text(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-    """What the policy goes on with: the chat template up to its turn, or without one the first message.
-    tools: OpenAI's descriptions, for templates that know tools.
+    """Return the text that the policy continues.
+
+    This is the chat template up to the policy's turn, or the first message if there is no chat template.
+    `tools` are OpenAI's descriptions, for templates that support tools.
     """
     if tokenizer.chat_template:
-        told = {} if tools is None else {"tools": tools}
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **told)
+        options = {} if tools is None else {"tools": tools}
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
     return messages[0]["content"]
 
 
 def opening_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a document: a beginning of sequence (as Gemma's and Llama's), or []."""
+    """Return the ids that the tokenizer puts before a document.
+
+    These are a beginning of sequence (as Gemma's and Llama's tokenizers have it), or none.
+    """
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `prompt_text`. A chat template says itself what stands first; without one the prompt
-    begins like the documents of pretraining, with exactly one beginning of sequence if they have it.
+    """Return the token ids of `prompt_text`.
+
+    A chat template says itself what stands first. Without one the prompt begins like the documents of
+    pretraining, with exactly one beginning of sequence if they have it.
     """
-    # Not verbose: no warning of a prompt that is too long, which is refused or cut afterwards.
+    # Not verbose, to avoid a warning of a prompt that is too long. It is refused or cut afterwards.
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     opening = [] if tokenizer.chat_template else opening_ids(tokenizer)
     return ids if ids[:1] == opening else opening + ids
 
 
 def cut_prompt(tokenizer: Any, ids: list[int], longest: int) -> list[int]:
-    """A prompt's last `longest` tokens; a beginning of sequence stays in front, as one of them."""
+    """Return a prompt's last `longest` tokens; a beginning of sequence stays in front, as one of them."""
     opening = ids[:1] if len(ids) > longest and ids[:1] == opening_ids(tokenizer) else []
     return opening + ids[max(0, len(ids) - longest + len(opening)) :]

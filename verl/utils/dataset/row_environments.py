@@ -1,4 +1,4 @@
-"""Which environments the rows of a run name, read from its files before anything starts."""
+"""The environments that the rows of a run name, read from its files before anything starts."""
 
 import json
 import re
@@ -15,20 +15,23 @@ from verl.environments.registry import SEARCH, load_class
 
 
 def environments_of(config: Config) -> set[str]:
-    """Names of the environments of all rows; files that are not there have none."""
+    """Return the names of the environments of all rows; files that do not exist have none."""
     data = config.data
     default = config.environment.env_class
     keys = ["train_files"] * (data.mixture is None) + ["val_files", "extra_val_files"]
     files = [(Path(file), default) for key in keys for file in as_list(data[key]) if file is not None]
-    files += [(file, each.env_class or default) for each in sources_of(config) for file in each.files]
+    files += [(file, source.env_class or default) for source in sources_of(config) for file in source.files]
     named = set[str]()
-    for path, other in dict.fromkeys(files):
-        named |= environments_in(path, other)
+    for path, file_default in dict.fromkeys(files):
+        named |= environments_in(path, file_default)
     return named or {default}
 
 
 def environments_in(path: Path, default: str) -> set[str]:
-    """Return the environments of the rows of a file, `default` for rows that name none; {} without a file."""
+    """Return the environments of the rows of a file; an empty set if there is no file.
+
+    Rows that name no environment have the `default`.
+    """
     path = path.expanduser()
     if not path.is_file():
         return set()
@@ -39,7 +42,9 @@ def check_controlled(retriever: str, environments: set[str], where: str) -> None
     """Raise ValueError if rows whose searches are to find something else (`trainer.evals`) don't search.
 
     Args:
-        retriever: of the set. environments: of its rows. where: the rows are, for the message.
+        retriever: the retriever of the set of rows.
+        environments: the environments of its rows.
+        where: where the rows are, for the message.
     """
     others = environments - {SEARCH}
     if retriever != OWN and others:
@@ -52,19 +57,21 @@ def check_controlled(retriever: str, environments: set[str], where: str) -> None
 
 @cache
 def _named_in(path: Path, mtime: int) -> frozenset[str]:
-    """The environments that rows of a file name; "" for rows that name none, and for a file that can't be
-    read: other checks say why. Read once, whatever asks.
+    """Return the environments that the rows of a file name.
+
+    The name is "" for rows that name none, and for a file that can't be read, because other checks report
+    why. The file is read once, whoever asks. Its mtime is an argument so that a changed file is read again.
     """
     names = set[str]()
-    known = set[bytes]()
-    with suppress(ValueError, OSError):  # of pyarrow and json
+    seen = set[bytes]()
+    with suppress(ValueError, OSError):  # errors of pyarrow and json
         if path.suffix == ".jsonl":
             with path.open("rb") as lines:
-                for line in lines:  # parsed only where it may name another one
+                for line in lines:  # a line is parsed only if it may name a new environment
                     match = re.search(rb'"env_class"\s*:\s*("[^"]*")?', line)
                     text = match.group() if match else b""
-                    if text not in known:
-                        known.add(text)
+                    if text not in seen:
+                        seen.add(text)
                         names.add((json.loads(line) if match else {}).get("env_class") or "")
         elif "env_class" in pq.read_schema(path).names:
             column = pq.read_table(path, columns=["env_class"])[0]
@@ -73,12 +80,14 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
 
 
 def searches(config: Config) -> bool:
-    """Whether the run asks the retrieval server."""
+    """Return whether the run asks the retrieval server."""
     return config.do_search and not environments_of(config).isdisjoint((SEARCH, "searchcode"))
 
 
 def check_environments(config: Config) -> None:
-    """Raise ValueError if there is no environment of a name in the configuration or in a row, or if a set of
+    """Raise ValueError if the environments of a run can't be used.
+
+    This is the case if there is no environment of a name in the configuration or in a row, or if a set of
     `trainer.evals` changes what searches find and has rows that don't search.
     """
     settings = config.environment.env_config
@@ -87,7 +96,7 @@ def check_environments(config: Config) -> None:
             f"Found environment.env_config.{SEARCH}={settings[SEARCH]}; expected a search's settings in "
             "retriever.url, retriever.topk and max_turns."
         )
-    for held_out in evals_of(config, with_data=False):  # a plan may be made before the data
+    for held_out in evals_of(config, with_data=False):  # a plan may be made before the data exist
         files = [] if held_out.of_validation else as_list(held_out.files)
         for file in files:
             environments = environments_in(Path(file), config.environment.env_class)

@@ -4,8 +4,9 @@
 
 A row comes in one of three forms: prompt and response; a conversation, of which the assistant's messages are
 trained; or pieces of text, each marked as trained or not, as search trajectories are. Each piece is tokenised
-alone, as in a rollout, and the first as a prompt is (`encode_prompt`). Text between the tags of an
-observation is never trained, whatever holds it. All rows are read and checked before anything else starts.
+alone, as in a rollout, and the first one is tokenised as a prompt is (`encode_prompt`). Text between the tags
+of an observation is never trained, whatever piece holds it. All rows are read and checked before anything
+else starts.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ class SFTDataset:
 
     Args:
         files: a file (.parquet or .jsonl) or several, read one after the other.
-        tokenizer: of the model that is trained.
+        tokenizer: that of the model that is trained.
         data_config: the `data` block of the configuration.
 
     Attributes:
-        names: of each row, its file and number there. input_ids, trained: [length] int64 and bool each.
-        num_cut_away: rows of which truncation leaves nothing to train; they are left out.
+        names: the file of each row and its number in the file.
+        input_ids: for each row [length] int64.
+        trained: for each row [length] bool, the tokens that are trained.
+        num_cut_away: number of rows of which truncation leaves nothing to train. They are left out.
 
     Raises:
-        ValueError: a file or a column is missing, there is no row, or rows are bad: all are looked at, and
-            the first few are named.
+        ValueError: a file or a column is missing, there is no row, or rows are bad. All rows are checked, and
+            the first few bad ones are named.
     """
 
     def __init__(
@@ -106,11 +109,13 @@ class SFTDataset:
         return len(self.names)
 
     def batch(self, rows: Sequence[int]) -> DataProto:
-        """Some rows, padded on the right: input_ids, attention_mask, position_ids, response_mask, all [N, W]
-        int64 (response_mask: 1 where a token is trained); `uid` names each row.
+        """Return some rows, padded on the right.
+
+        The tensors are input_ids, attention_mask, position_ids and response_mask (1 where a token is
+        trained), all [N, W] int64. `uid` names each row.
         """
         ids = [torch.from_numpy(self.input_ids[row]) for row in rows]
-        attention = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+        attention = pad_sequence([torch.ones_like(row_ids) for row_ids in ids], batch_first=True)
         tensors = {
             "input_ids": pad_sequence(ids, batch_first=True),
             "attention_mask": attention,
@@ -120,12 +125,12 @@ class SFTDataset:
         return DataProto.from_dict(tensors, {"uid": np.array([self.names[row] for row in rows], object)})
 
     def _pair_segments(self, row: Mapping[str, Any]) -> list[Segment]:
-        """Prompt and response."""
+        """Return the segments of a row of prompt and response."""
         messages = []
-        for part in ("prompt", "response"):
-            column = self.config[f"{part}_key"]
+        for role in ("prompt", "response"):
+            column = self.config[f"{role}_key"]
             value = row[column]
-            for name in self.config[f"{part}_dict_keys"] or []:
+            for name in self.config[f"{role}_dict_keys"] or []:
                 if not isinstance(value, Mapping) or name not in value:
                     raise ValueError(f"{column} holds {shown(value)}, without {name!r}")
                 value = value[name]
@@ -140,8 +145,10 @@ class SFTDataset:
         return [(question, False), (response[-1]["content"], True)]
 
     def _conversation_segments(self, row: Mapping[str, Any]) -> list[Segment]:
-        """The text up to the last trained message; trained is what the assistant writes with its end token,
-        but no header of the template, and no message with `trained: false`.
+        """Return the segments of a conversation up to the last trained message.
+
+        What the assistant writes is trained, with its end token. Headers of the template and messages with
+        `trained: false` are not.
         """
         keys = self.config["multiturn"]
         key = keys["messages_key"]
@@ -162,20 +169,20 @@ class SFTDataset:
             if i == 0:
                 raise ValueError("the conversation begins with the assistant, who has nothing to reply to")
             head = self._render(messages[:i], opens_reply=True, **extra)
-            whole = self._render(messages[: i + 1], opens_reply=False, **extra)
-            if not head.startswith(done) or not whole.startswith(head):
+            text = self._render(messages[: i + 1], opens_reply=False, **extra)
+            if not head.startswith(done) or not text.startswith(head):
                 raise ValueError(
                     f"the chat template changes earlier text when message {i} is added, so what is trained "
                     "would not be what the policy sees; give the rows as segments (data.segments_key)"
                 )
-            reply = whole[len(head) :]
+            reply = text[len(head) :]
             end = len(reply.rstrip()) if reply.rstrip().endswith(special) else len(reply)
             segments += [(head[len(done) :], False), (reply[:end], True)]
-            done = whole[: len(head) + end]
+            done = text[: len(head) + end]
         return segments
 
     def _render(self, messages: Sequence[Mapping[str, Any]], opens_reply: bool, **extra: Any) -> str:
-        """The conversation as text; `opens_reply` adds what stands before the assistant's next message."""
+        """Return the conversation as text; `opens_reply` adds the header of the assistant's next message."""
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages),  # type: ignore[arg-type]
@@ -189,7 +196,10 @@ class SFTDataset:
         return str(text)
 
     def _marked_segments(self, row: Mapping[str, Any]) -> list[Segment]:
-        """[{text or content, trained or role}, ...]; of the roles, assistant is trained."""
+        """Return the segments of a row of pieces [{text or content, trained or role}, ...].
+
+        Of the roles, the assistant's is trained.
+        """
         column: str = self.config["segments_key"]
         cell = row[column]
         if not isinstance(cell, list) or len(cell) == 0:
@@ -212,22 +222,25 @@ class SFTDataset:
         return segments
 
     def _encoded(self, segments: Sequence[Segment], ends_with_eos: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, and which are trained (no observation); cut to data.max_length where data.truncation
-        allows that. ends_with_eos: that token is added after a last segment that is trained.
+        """Return the token ids and which of them are trained; the tokens of observations are not.
+
+        Both are cut to data.max_length where data.truncation allows that. With `ends_with_eos`, the end of
+        sequence is added after a last segment that is trained.
         """
         if self.config["observation_tag"] is not None:
             tag = re.escape(self.config["observation_tag"])
             observation = re.compile(rf"(\n*<{tag}>.*?(?:</{tag}>\n*|\Z))", re.DOTALL)
             segments = [
-                (part, trained and i % 2 == 0)
+                (piece, trained and i % 2 == 0)
                 for text, trained in segments
-                for i, part in enumerate(observation.split(text) if trained else [text])
-                if part
+                for i, piece in enumerate(observation.split(text) if trained else [text])
+                if piece
             ]
         token_ids: list[int] = []
         flags: list[bool] = []
         if segments:
-            # Not verbose: no warning of texts too long for the model, which are counted and cut here.
+            # Not verbose, to avoid a warning of texts that are too long for the model. They are counted and
+            # cut below.
             texts = [text for text, _ in segments]
             pieces = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             for piece, (_, is_trained) in zip(pieces, segments, strict=True):
@@ -254,13 +267,13 @@ class SFTDataset:
                 f"{len(ids)} tokens; expected at most data.max_length={longest}, or data.truncation=left or "
                 "right, which cut it"
             )
-        kept = np.arange(len(ids))[:longest]
+        kept_indices = np.arange(len(ids))[:longest]
         if truncation == "left" and len(ids) > longest:
             head = int(token_ids[:1] == opening)  # a beginning of sequence stays
-            kept = np.r_[:head, len(ids) - longest + head : len(ids)]
-        ids = ids[kept]
-        trained = trained[kept]
-        trained[0] = False  # what stood before it may have been cut off
+            kept_indices = np.r_[:head, len(ids) - longest + head : len(ids)]
+        ids = ids[kept_indices]
+        trained = trained[kept_indices]
+        trained[0] = False  # the text before it may have been cut off
         return ids, trained
 
 

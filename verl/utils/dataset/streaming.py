@@ -1,12 +1,12 @@
-"""Rows of files that are too large to hold: what is needed is read when it is needed, without a pass before.
+"""Rows of files that are too large to hold, read when they are needed, without a pass before.
 
     files -> groups (row groups of parquet, pieces of 1 MiB of jsonl) -> blocks of 512 rows -> windows
     windows, each read at once and shuffled -> a thread makes prompts of its rows -> StreamSampler
 
-The order follows from (seed, epoch): the groups are shuffled; the blocks of a group that is larger than a
-window are shuffled within it (pandas writes one group of up to a million rows); the rows of a window (16,384
-rows or 32 MiB) are shuffled. Rows of different groups meet only where groups are small: a sorted file mixes
-best with many row groups. A window of a large group takes one pass over that group.
+The order follows from (seed, epoch). The groups are shuffled. The blocks of a group that is larger than a
+window are shuffled within it (pandas writes one group of up to a million rows). The rows of a window (16,384
+rows or 32 MiB) are shuffled. Rows of different groups meet only where groups are small, so a sorted file
+mixes best with many row groups. A window of a large group takes one pass over that group.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ STREAMED_BYTES = {".parquet": 256 * 2**20, ".jsonl": 64 * 2**20}
 _STEPS_AHEAD = 2
 _CHECKED_ROWS = 200
 
-Held = tuple[int, Any, Any]  # place of a row, a batch and the row's number there; or place, path, line
+Held = tuple[int, Any, Any]  # index of a row, a batch, the row's number in the batch; or index, path, line
 
 
 def is_large(files: Iterable[Path]) -> bool:
-    """Whether `data.streaming=null` streams these: more than 200,000 rows of parquet, or a file above 256 MiB
-    of parquet or 64 MiB of jsonl.
+    """Return whether `data.streaming=null` streams these files.
+
+    It does for more than 200,000 rows of parquet, or for a file above 256 MiB of parquet or 64 MiB of jsonl.
     """
     files = [path for path in files if path.is_file()]
     if any(path.stat().st_size > STREAMED_BYTES.get(path.suffix, 0) for path in files):
@@ -48,9 +49,15 @@ def is_large(files: Iterable[Path]) -> bool:
 
 
 class RowBlock(NamedTuple):
-    """Rows that are read together: those from `start` to `stop`, which count the rows of all files before (of
-    jsonl: the bytes). group: number of the row group, -1 for jsonl. first: where the row group, or the jsonl
-    file, starts. share: how much of a window they fill.
+    """Rows that are read together, those from `start` to `stop`.
+
+    Attributes:
+        file: number of the file.
+        group: number of the row group, -1 for jsonl.
+        first: where the row group, or the jsonl file, starts.
+        start: index of the first row. An index counts the rows of all files before it (for jsonl, the bytes).
+        stop: index after the last row.
+        share: how much of a window the rows fill.
     """
 
     file: int
@@ -62,9 +69,11 @@ class RowBlock(NamedTuple):
 
 
 class RowStream(RLHFDataset):
-    """Rows that are read while the run goes on; the arguments are those of `RLHFDataset`. An index is the
-    place of a row: the rows before it in all files, of jsonl the bytes. `stream[i]` is there for the rows
-    that the sampler gave last. The tokenizer is copied, as another thread uses it.
+    """Rows that are read while the run goes on; the arguments are those of `RLHFDataset`.
+
+    The index of a row is the number of rows before it in all files; for jsonl it is the number of bytes.
+    `stream[i]` exists only for the rows that the sampler returned last. The tokenizer is copied, because
+    another thread uses it.
     """
 
     def __init__(
@@ -79,16 +88,16 @@ class RowStream(RLHFDataset):
         self.groups = list[RowBlock]()
         self.limit: int | None = None  # rows of an epoch
         self.ready: dict[int, dict[str, Any]] = {}
-        self._num_rows = place = 0
+        self._num_rows = next_index = 0
         for number, path in enumerate(self.files):
             if not path.is_file():
                 raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file.")
             if path.suffix == ".jsonl":
-                first = place
+                first = next_index
                 size = path.stat().st_size
-                place += size
-                for start in range(first, place, PIECE_BYTES):
-                    stop = min(start + PIECE_BYTES, place)
+                next_index += size
+                for start in range(first, next_index, PIECE_BYTES):
+                    stop = min(start + PIECE_BYTES, next_index)
                     share = (stop - start) / WINDOW_BYTES
                     self.groups.append(RowBlock(number, -1, first, start, stop, share))
                 with path.open("rb") as file:
@@ -101,21 +110,21 @@ class RowStream(RLHFDataset):
                 self.check_columns(metadata.schema.to_arrow_schema().names, str(path))
                 for index in range(metadata.num_row_groups):
                     group = metadata.row_group(index)
-                    first = place
-                    place += group.num_rows
+                    first = next_index
+                    next_index += group.num_rows
                     share = max(group.num_rows / WINDOW_ROWS, group.total_byte_size / WINDOW_BYTES)
-                    self.groups.append(RowBlock(number, index, first, first, place, share))
+                    self.groups.append(RowBlock(number, index, first, first, next_index, share))
                 self._num_rows += metadata.num_rows
-        self.num_places = place
+        self.num_places = next_index
         if self._num_rows == 0:
             raise ValueError(f"Found no rows in {', '.join(map(str, files))}; expected at least one.")
 
     def __len__(self) -> int:
-        """Rows of an epoch; of jsonl an estimate from the first MiB of each file."""
+        """Return the rows of an epoch; for jsonl this is an estimate from the first MiB of each file."""
         return self._num_rows if self.limit is None else self.limit
 
     def keep(self, num_rows: int | None) -> None:
-        """An epoch is its first so many rows from now on, and all epochs have the order of the first one."""
+        """Limit an epoch to its first `num_rows` rows; all epochs then have the order of the first one."""
         self.limit = None if num_rows is None or num_rows >= self._num_rows else num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -125,7 +134,10 @@ class RowStream(RLHFDataset):
         return map(self.row_of, self.read(next(self.windows(None)))[:_CHECKED_ROWS])
 
     def windows(self, rng: np.random.Generator | None) -> Iterator[list[RowBlock]]:
-        """The blocks of each window of an epoch, in order. rng: shuffles them; None: as in the files."""
+        """Yield the blocks of each window of an epoch, in order.
+
+        `rng` shuffles them. With None they come as in the files.
+        """
         waiting = list[RowBlock]()
         filled = 0.0
         order = range(len(self.groups)) if rng is None else rng.permutation(len(self.groups)).tolist()
@@ -150,41 +162,43 @@ class RowStream(RLHFDataset):
             yield waiting
 
     def read(self, blocks: Sequence[RowBlock]) -> list[Held]:
-        """The rows of a window, in the order of the files; `row_of` makes rows of them."""
+        """Return the rows of a window, in the order of the files; `row_of` makes rows of them."""
         rows: list[Held] = []
-        for (number, is_text), own in groupby(sorted(blocks), lambda block: (block.file, block.group < 0)):
+        for (number, is_text), in_file in groupby(
+            sorted(blocks), lambda block: (block.file, block.group < 0)
+        ):
             path = self.files[number]
             if is_text:  # the lines that start within a block
                 with path.open("rb") as lines:
-                    for block in own:
-                        place = max(block.start - 1, block.first)
-                        lines.seek(place - block.first)
-                        if place < block.start:  # what goes on from the block before belongs to that
-                            place += len(lines.readline())
-                        while place < block.stop and (line := lines.readline()):
+                    for block in in_file:
+                        index = max(block.start - 1, block.first)
+                        lines.seek(index - block.first)
+                        if index < block.start:  # a line that began in the block before belongs to that block
+                            index += len(lines.readline())
+                        while index < block.stop and (line := lines.readline()):
                             if line.strip():
-                                rows.append((place, path, line))
-                            place += len(line)
+                                rows.append((index, path, line))
+                            index += len(line)
                 continue
-            # a buffer, as else whole columns of a group are read into memory at once
+            # Without a buffer, whole columns of a group are read into memory at once.
             with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-                for group, in_group in groupby(own, lambda block: block.group):
-                    wanted = list(in_group)
-                    start = wanted[0].first
+                for group, in_group in groupby(in_file, lambda block: block.group):
+                    pending = list(in_group)
+                    start = pending[0].first
                     for batch in file.iter_batches(BLOCK_ROWS, row_groups=[group], use_threads=False):
                         stop = start + len(batch)
-                        for block in wanted:
+                        for block in pending:
                             inside = range(max(start, block.start), min(stop, block.stop))
-                            rows += [(place, batch, place - start) for place in inside]
-                        wanted = [block for block in wanted if block.stop > stop]
+                            rows += [(index, batch, index - start) for index in inside]
+                        pending = [block for block in pending if block.stop > stop]
                         start = stop
-                        if not wanted:
+                        if not pending:
                             break
         return rows
 
     def row_of(self, held: Held) -> Row:
-        """ValueError: a line is no row, or lacks a column."""
-        place, source, inner = held
+        """Return the row of an entry of `read`. Raises ValueError if a line is no row, or lacks a column."""
+        _index, source, inner = held
         if isinstance(source, pa.RecordBatch):
             row: Row = source.slice(inner, 1).to_pylist()[0]
         else:
@@ -193,8 +207,14 @@ class RowStream(RLHFDataset):
 
 
 class Cursor(NamedTuple):
-    """A place in the order. position, offset: rows of the epoch and of the window that were passed; skipped:
-    too long ones since the run began.
+    """A position in the order.
+
+    Attributes:
+        epoch: number of the epoch.
+        position: rows of the epoch that were passed.
+        window: number of the window in the epoch.
+        offset: rows of the window that were passed.
+        skipped: rows that were skipped as too long since the run began.
     """
 
     epoch: int = 0
@@ -204,14 +224,17 @@ class Cursor(NamedTuple):
     skipped: int = 0
 
 
-Postponed = tuple[Cursor, int, dict[str, Any]]  # the place before a row, its index, and its prompt
+Postponed = tuple[Cursor, int, dict[str, Any]]  # the cursor before a row, its index, and its prompt
 
 
 class StreamSampler(PromptSampler):
-    """Draws from a stream; a thread has the prompts of the next two steps ready, and no more.
+    """A sampler that draws from a stream; a thread has the prompts of the next two steps ready, and no more.
 
     Args:
-        stream: the rows. step_size: rows of a step. batch_size, sampling: as for `PromptSampler`.
+        stream: the rows.
+        step_size: rows of a step.
+        batch_size: as for `PromptSampler`.
+        sampling: the other arguments of `PromptSampler`.
     """
 
     def __init__(self, stream: RowStream, step_size: int, batch_size: int, *sampling: Any) -> None:
@@ -224,8 +247,9 @@ class StreamSampler(PromptSampler):
         super().__init__(len(stream), batch_size, *sampling)
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """Return the next `count` rows, as `PromptSampler` does. DataFailed: a row can't be read or is too
-        long, or too many are retired.
+        """Return the next `count` rows, as `PromptSampler` does.
+
+        Raises DataFailed if a row can't be read or is too long, or if too many rows are retired.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "rows")
@@ -234,7 +258,7 @@ class StreamSampler(PromptSampler):
         try:
             self._go_ahead()
             rows = super().take(count, skip)
-        except BaseException as error:  # with it the thread's prompts have ended
+        except BaseException as error:  # it has ended the generator of the thread's prompts
             self.close()
             if isinstance(error, ValueError | OSError | pa.ArrowException):
                 raise DataFailed(f"the training rows can't be used: {error}") from error
@@ -244,14 +268,15 @@ class StreamSampler(PromptSampler):
         return rows
 
     def _draw(self, count: int, asked: set[int]) -> list[int]:
-        """Return the next `count` rows that are not in `asked`, no row twice. How many rows there are may be
-        an estimate: where a whole epoch has none, rows are asked again.
+        """Return the next `count` rows that are not in `asked`, no row twice.
+
+        The number of rows may be an estimate. If a whole epoch has no further row, rows are asked again.
         """
         barred = set(asked)
         waiting = deque(self._postponed)
         postponed: list[Postponed] = []
         rows: list[int] = []
-        last_epoch = self.cursor.epoch  # in which a row was found
+        last_epoch = self.cursor.epoch  # the last epoch in which a row was found
         while len(rows) < count:
             if waiting:
                 before, index, item = waiting.popleft()
@@ -277,12 +302,12 @@ class StreamSampler(PromptSampler):
         return rows
 
     def _go_ahead(self) -> None:
-        """Has the thread make prompts until so many are ready, and one more."""
+        """Have the thread make prompts until `num_ahead` of them are ready, and one more."""
         while self._thread is not None and len(self._ahead) <= self.num_ahead:
             self._ahead.append(self._thread.submit(next, self._made))
 
     def _prompts(self, cursor: Cursor) -> Iterator[tuple[int, dict[str, Any], Cursor]]:
-        """(index, item, the place after it) of each row from `cursor` on, without end."""
+        """Yield (index, item, the cursor after it) of each row from `cursor` on, without end."""
         stream = self.stream
         limit = self.stream.limit
         truncation = stream.config["truncation"]
@@ -340,7 +365,7 @@ class StreamSampler(PromptSampler):
             self._postponed.append((before, index, item))
 
     def close(self) -> None:
-        """Ends the thread; what it has made ready is made again when it is asked for."""
+        """End the thread; the prompts that it has ready are made again when they are asked for."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None

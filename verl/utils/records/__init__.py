@@ -1,4 +1,4 @@
-"""What a run leaves to look at, in `trainer.default_local_dir`.
+"""The records of a run that you can look at, in `trainer.default_local_dir`.
 
     config.yaml            the configuration, complete and resolved
     metrics.jsonl          one line per step (step 0 is the validation before training)

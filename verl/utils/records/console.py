@@ -1,4 +1,4 @@
-"""What a run says while it goes: a live display on a terminal, plain lines elsewhere (`trainer.progress`).
+"""The output of a run in progress: a live display on a terminal, plain lines elsewhere (`trainer.progress`).
 
 step 12/130  reward 0.41  EM 0.40  searches 1.32  2,345 tokens/s  4:05 left
 """
@@ -17,20 +17,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-_PACE_OVER = 20  # steps whose mean duration the time left is made from
+_PACE_OVER = 20  # the time left is estimated from the mean duration of so many steps
 
 
 def make_display(progress: str, total_steps: int, shown: bool = True) -> Display:
-    """The display for `trainer.progress`: live | plain | auto (live if standard output is a terminal).
+    """Return the display for `trainer.progress`: live | plain | auto (live if standard output is a terminal).
 
-    `shown` is False when "console" is not among the loggers: only messages are printed then.
+    `shown` is False if "console" is not among the loggers. Only messages are printed then.
     """
     live = progress == "live" or (progress == "auto" and sys.stdout.isatty())
     return LiveDisplay(total_steps) if shown and live else Display(total_steps, shown)
 
 
 class Display:
-    """One line for each step (if `shown`), for logs and pipes; and messages."""
+    """A display for logs and pipes: one line for each step (if `shown`), and messages."""
 
     def __init__(self, total_steps: int, shown: bool = True) -> None:
         self.total_steps = total_steps
@@ -38,22 +38,22 @@ class Display:
         self.durations: deque[float] = deque(maxlen=_PACE_OVER)
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print one line that stays."""
         print(text, flush=True)
 
     def close(self) -> None:
-        """The last thing; safe to call twice."""
+        """Close the display; it is safe to call this twice."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+        """Show that a step is done."""
         values = step_values(metrics)
-        shown = [f"{value} {name}" if "/" in name else f"{name} {value}" for name, value in values]
-        line = "  ".join([f"step {step}/{self.total_steps}", *shown, f"{self.time_left(step, metrics)} left"])
+        texts = [f"{value} {name}" if "/" in name else f"{name} {value}" for name, value in values]
+        line = "  ".join([f"step {step}/{self.total_steps}", *texts, f"{self.time_left(step, metrics)} left"])
         if self.shown:
             print(line, flush=True)
 
     def time_left(self, step: int, metrics: Mapping[str, float]) -> str:
-        """After `step`, from the last steps' durations; as h:mm:ss or m:ss."""
+        """Estimate the time left after `step` from the last steps' durations, as h:mm:ss or m:ss."""
         self.durations.append(metrics.get("timing_s/step", 0.0))
         seconds = round(sum(self.durations) / len(self.durations) * (self.total_steps - step))
         return str(timedelta(seconds=seconds)).removeprefix("0:").removeprefix("0")
@@ -98,12 +98,15 @@ class LiveDisplay(Display):
 
 
 def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(name, value) of what a line shows. A batch without searches shows neither EM nor searches."""
+    """Return the (name, value) pairs that a line shows.
+
+    A batch without searches shows neither EM nor searches.
+    """
     environments = {
         name.split("/")[1] for name in metrics if name.startswith("env/") and name.endswith("/turns")
     }
     hidden = ("EM", "searches") if environments and "search" not in environments else ()
-    known = (
+    columns = (
         ("loss", "train/loss", ".4f"),
         ("reward", "critic/score/mean", ".3f"),
         ("EM", "train/em", ".3f"),
@@ -113,28 +116,30 @@ def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     )
     return [
         (name, format(metrics[key], form))
-        for name, key, form in known
+        for name, key, form in columns
         if key in metrics and name not in hidden
     ]
 
 
 def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
-    """A line for each mode of a `ValidationReport`, one for the extra questions, one for the scores of
-    several sources, or of one whose score is no exact match.
+    """Return the lines that report a validation.
+
+    There is a line for each mode of a `ValidationReport` and one for the extra questions. There is one more
+    for the scores if there are several sources, or one source whose score is no exact match.
     """
     lines = [_mode_line(mode, figures) for mode, figures in summary.items() if mode != "extra"]
     lines += [f"extra questions, {_mode_line(*item)}" for item in summary.get("extra", {}).items()]
     head = "val/test_score/"
     scores = {name.removeprefix(head): value for name, value in metrics.items() if name.startswith(head)}
     is_exact_match = {*scores.values()} <= {figures.get("em") for figures in summary.values()}
-    shown = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
-    return lines + ([f"score by data source: {shown}"] if len(scores) > 1 or not is_exact_match else [])
+    score_texts = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
+    return lines + ([f"score by data source: {score_texts}"] if len(scores) > 1 or not is_exact_match else [])
 
 
 def outcome_lines(summary: Mapping[str, Any]) -> list[str]:
     """Return the last lines of a run: what it has not learnt, and collapses that it has not left.
 
-    summary: what `run_outcome` of the trainer returns, and the exact match before and after training.
+    `summary` is what `run_outcome` of the trainer returns, and the exact match before and after training.
     """
     lines = []
     kinds = [f"{line['kind']} {line['em']:.3f} ({line['reason']})" for line in summary["not_learnt"]]
@@ -149,16 +154,16 @@ def outcome_lines(summary: Mapping[str, Any]) -> list[str]:
 
 def _mode_line(mode: str, figures: Mapping[str, Any]) -> str:
     def by_hops(values: Mapping[str, float], form: str) -> str:
-        parts = [f"{hops} hop{'s' * (hops != '1')} {value:{form}}" for hops, value in values.items()]
-        return f" ({', '.join(parts)})" if len(parts) > 1 else ""
+        texts = [f"{hops} hop{'s' * (hops != '1')} {value:{form}}" for hops, value in values.items()]
+        return f" ({', '.join(texts)})" if len(texts) > 1 else ""
 
     num_unverified = figures.get("num_unverified", 0)
-    left_out = ""
+    failures = ""
     if num_unverified:
-        left_out = f"; {num_unverified} of {figures['num_questions']} questions failed and are left out"
+        failures = f"; {num_unverified} of {figures['num_questions']} questions failed and are left out"
     if figures["em"] is None:
-        return f"{mode} EM not measured{left_out}"
+        return f"{mode} EM not measured{failures}"
     return (
         f"{mode} EM {figures['em']:.3f}{by_hops(figures['em_by_hops'], '.3f')}, "
-        f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}{left_out}"
+        f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}{failures}"
     )

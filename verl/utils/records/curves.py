@@ -1,4 +1,4 @@
-"""`curves.png`: how a run went, drawn from the lines of `metrics.jsonl`."""
+"""The picture `curves.png`: how a run went, drawn from the lines of `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Okabe and Ito's colours: told apart by everybody
+# Okabe and Ito's colours, which everybody can tell apart
 BLUE = "#0072b2"
 ORANGE = "#e69f00"
 GREEN = "#009e73"
@@ -26,7 +26,7 @@ GREY = "#8a8f98"
 PURPLE = "#cc79a7"
 SKY = "#56b4e9"
 HOP_COLOURS = (BLUE, ORANGE, GREEN, RED)
-LINES = {  # of training: panel -> metric -> colour, label
+LINES = {  # lines of training: panel -> metric -> colour, label
     "Right answers and reward": {
         "critic/score/mean": (GREY, "reward, training"),
         "train/em": (BLUE, "exact match, training"),
@@ -38,12 +38,12 @@ LINES = {  # of training: panel -> metric -> colour, label
         "response_length/max": (GREY, "longest"),
     },
 }
-RETRIEVERS = {  # of sets of `trainer.evals`, as their names end -> label, colour, marker
+RETRIEVERS = {  # ending of the name of a set of `trainer.evals` -> label, colour, marker
     "/shuffled": ("shuffled passages", GREEN, "^"),
     "/empty": ("no passages", PURPLE, "v"),
     "": ("own passages", SKY, "D"),
 }
-SMOOTH_OVER = 9  # most steps in the moving mean; short runs are smoothed less
+SMOOTH_OVER = 9  # the moving mean is over at most so many steps; short runs are smoothed less
 
 _STYLE: Any = {
     "font.size": 10,
@@ -67,16 +67,22 @@ _STYLE: Any = {
 
 def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = ()) -> None:
     """Draw four panels: right answers and reward (or the rewards of environments), searches, entropy, length.
-    Beside the right answers stand those without the passages that a question needs (`controlled_sets`).
 
-    rows: lines of `metrics.jsonl`; a panel shows what they have. path: the PNG file to write. branches: the
-    lines of steps that the run has left by going back (verl/trainer/rewinds.py), drawn in grey.
+    The panel of right answers also shows those without the passages that a question needs
+    (`controlled_sets`).
+
+    Args:
+        rows: lines of `metrics.jsonl`; a panel shows what they have.
+        path: the PNG file to write.
+        title: title of the picture.
+        branches: the lines of steps that the run has left by going back (verl/trainer/rewinds.py), drawn in
+            grey.
     """
     with _picture(path, title) as axes:
         rewards = sorted({name for row in rows for name in row if re.fullmatch("env/[^/]+/reward", name)})
         coloured = zip(rewards, HOP_COLOURS, strict=False)
-        of_each = {name: (colour, f"{name.split('/')[1]}, training") for name, colour in coloured}
-        panels = LINES | ({"Right answers and reward": of_each} if of_each else {})
+        reward_lines = {name: (colour, f"{name.split('/')[1]}, training") for name, colour in coloured}
+        panels = LINES | ({"Right answers and reward": reward_lines} if reward_lines else {})
         for axis, (name, lines) in zip(axes, panels.items(), strict=True):
             axis.set_title(name)
             for metric, (colour, label) in lines.items():
@@ -85,9 +91,9 @@ def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = (
                     _left_branch(axis, last_steps(branch, metric))
         for mode, colour, marker in (("sampled", ORANGE, "o"), ("greedy", RED, "s")):
             label = f"exact match, validation ({mode})"
-            if not of_each:
+            if not reward_lines:
                 _points(axes[0], last_steps(rows, f"val/{mode}/em"), colour, label, marker)
-        if not of_each:
+        if not reward_lines:
             for metric, (label, colour, marker) in controlled_sets(rows).items():
                 _points(axes[0], last_steps(rows, metric), colour, label, marker)
         validated = [m for m in ("sampled", "greedy") if last_steps(rows, f"val/{m}/searches")]
@@ -105,8 +111,10 @@ def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = (
 
 
 def controlled_sets(rows: Rows) -> dict[str, tuple[str, str, str]]:
-    """Return metric -> (label, colour, marker) of the sets of `trainer.evals` that find passages of other
-    questions, or none, and of the sets of the same names that find their own.
+    """Return metric -> (label, colour, marker) of the sets of `trainer.evals` that compare passages.
+
+    These are the sets that find passages of other questions, or none, and the sets of the same names that
+    find their own.
     """
     metrics = {name for row in rows for name in row if re.fullmatch("eval/[^/]+(/shuffled|/empty)?/em", name)}
     sets = {metric.split("/")[1] for metric in metrics if metric.count("/") == 3}
@@ -115,13 +123,16 @@ def controlled_sets(rows: Rows) -> dict[str, tuple[str, str, str]]:
         for ending, (label, colour, marker) in RETRIEVERS.items():
             metric = f"eval/{name}{ending}/em"
             if metric in metrics:
-                whose = f" ({name})" if len(sets) > 1 else ""
-                styles[metric] = (f"exact match, {label}{whose}", colour, marker)
+                set_note = f" ({name})" if len(sets) > 1 else ""
+                styles[metric] = (f"exact match, {label}{set_note}", colour, marker)
     return styles
 
 
 def draw_panels(rows: Rows, panels: Mapping[str, Sequence[str]], path: Path, title: str) -> bool:
-    """Draws up to four panels, name -> metrics. False: the rows have none of these; nothing is written."""
+    """Draw up to four panels, name -> metrics.
+
+    Returns False, and writes nothing, if the rows have none of these metrics.
+    """
     if not any(last_steps(rows, metric) for metrics in panels.values() for metric in metrics):
         return False
     with _picture(path, title) as axes:
@@ -134,7 +145,7 @@ def draw_panels(rows: Rows, panels: Mapping[str, Sequence[str]], path: Path, tit
 
 @contextmanager
 def _picture(path: Path, title: str) -> Iterator[list[Axes]]:
-    """Four panels over training steps to be drawn in; then the file is written."""
+    """Open four panels over training steps for drawing, and write the file at the end of the `with` block."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -152,13 +163,13 @@ def _picture(path: Path, title: str) -> Iterator[list[Axes]]:
                 axis.legend(loc="best")
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp.png")
-        FigureCanvasAgg(figure).print_png(str(aside))
-        aside.replace(path)
+        temporary = path.with_suffix(".tmp.png")
+        FigureCanvasAgg(figure).print_png(str(temporary))
+        temporary.replace(path)
 
 
 def _line(axis: Axes, points: list[tuple[int, float]], colour: str, label: str) -> None:
-    """The mean over the values around each step as a line, with each step's value pale behind it."""
+    """Draw the mean over the values around each step as a line, with each step's value pale behind it."""
     if not points:
         return
     steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))

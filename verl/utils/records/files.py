@@ -11,14 +11,17 @@ import numpy as np
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write aside and rename: a reader never sees half a file."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    """Write to a file aside and rename it, so that a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can hold: arrays become lists, numpy numbers python's, nan and infinity null."""
+    """Return a value that JSON can hold.
+
+    Arrays become lists, numpy numbers python's, nan and infinity null.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | np.ndarray):
@@ -31,14 +34,14 @@ def plain(value: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON of `plain(value)`, non-ASCII letters as they are."""
+    """Return the JSON of `plain(value)`, with non-ASCII letters as they are."""
     return json.dumps(plain(value), ensure_ascii=False, indent=indent)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line; a last line that a kill left half written is skipped.
+    """Read the JSON objects of a file, one a line; a last line that a kill left half written is skipped.
 
-    Lines end at "\\n" alone: a text may hold other letters that end lines, such as U+2028.
+    Lines end only at "\\n", because a text may hold other letters that end lines, such as U+2028.
     """
     if not path.is_file():
         return []
@@ -52,18 +55,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A file of JSON lines, written whole or not at all."""
+    """Write a file of JSON lines, whole or not at all."""
     write_text_atomically(path, "".join(to_json(row) + "\n" for row in rows))
 
 
 class MetricsFile:
-    """`metrics.jsonl`: {"step": int, name: float, ...} per line, steps ascending."""
+    """The file `metrics.jsonl`: {"step": int, name: float, ...} per line, steps ascending."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def cut_after(self, step: int) -> None:
-        """Drop the lines of later steps: a resumed run writes those again. -1 drops all."""
+        """Drop the lines of later steps, because a resumed run writes those again; -1 drops all."""
         if self.path.is_file():
             write_lines(self.path, (row for row in self.read() if row["step"] <= step))
 
@@ -74,10 +77,10 @@ class MetricsFile:
             file.write(to_json({"step": step, **metrics}) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines."""
+        """Return all complete lines."""
         return read_lines(self.path)
 
 
 def last_steps(rows: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    """(step, value) of the lines that have the metric."""
+    """Return (step, value) of the lines that have the metric."""
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]

@@ -1,9 +1,9 @@
-"""What a trainer calls to leave its records.
+"""The recorders that a trainer calls to leave its records.
 
     start -> (log_validation | log_step)* -> finish -> close
 
-After a restart `start` cuts every record back to the resumed step, so that the files of a killed and resumed
-run hold what those of an undisturbed one hold.
+After a restart, `start` cuts every record back to the resumed step, so that the files of a killed and resumed
+run hold the same as those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from verl.utils.records.files import MetricsFile, to_json, write_lines, write_te
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 from verl.utils.tracking import Tracking
 
-BRANCHES = "branches"  # folder of what a run has left by going back (verl/trainer/rewinds.py)
+BRANCHES = "branches"  # folder for the records that a run has left by going back (verl/trainer/rewinds.py)
 _PAGE_RECORDS = 240  # trajectories on the page; the JSONL files have all that were logged
-_REDRAW_SECONDS = 60.0  # curves and page are drawn again at most this often while the run goes
+_REDRAW_SECONDS = 60.0  # while the run goes, curves and page are drawn at most once in this time
 
 
 class Recorder:
     """The records that every run has: metrics.jsonl, config.yaml, summary.json, loggers and the display.
 
-    total_steps: that the run will have made at its end.
+    `total_steps` is the number of steps that the run will have made at its end.
     """
 
     def __init__(self, config: Config | SFTConfig, total_steps: int) -> None:
-        self.config = copy.deepcopy(config)  # the run's own, whatever a rewind changes
+        self.config = copy.deepcopy(config)  # a copy, because a rewind may change the configuration
         self.total_steps = total_steps
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")
@@ -44,32 +44,34 @@ class Recorder:
         self.tracking: Tracking | None = None
 
     def start(self, step: int, resumed_from: Path | None) -> int:
-        """Open the records at `step`: later ones of an earlier attempt are cut; all, on a new start.
-        Returns the last step that is kept, -1 for none. ValueError: a logger's package is not installed.
+        """Open the records at `step`, and return the last step that is kept, -1 for none.
+
+        Later records of an earlier attempt are cut. On a new start, all records are cut. Raises ValueError if
+        a logger's package is not installed.
         """
         trainer = self.config.trainer
-        kept = step if resumed_from is not None else -1
+        last_kept = step if resumed_from is not None else -1
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.metrics.cut_after(kept)
+        self.metrics.cut_after(last_kept)
         self.tracking = Tracking(
             trainer.project_name,
             trainer.experiment_name,
             [name for name in trainer.logger if name != "console"],  # `display` is the console
             to_dict(self.config),
             self.run_dir,
-            first_step=kept + 1,
+            first_step=last_kept + 1,
         )
         write_yaml(self.config, self.run_dir / "config.yaml")
         self.display = make_display(trainer.progress, self.total_steps, "console" in trainer.logger)
         if resumed_from is not None:
             self.say(f"resumed from {resumed_from}")
-        return kept
+        return last_kept
 
     def say(self, line: str) -> None:
         self.display.say(line)
 
     def write(self, step: int, metrics: Mapping[str, Any], texts: Mapping[str, Any] | None = None) -> None:
-        """One line of metrics; `texts` stand in the file alone."""
+        """Write one line of metrics; `texts` go only into the file, not to the loggers."""
         assert self.tracking is not None, "start() comes first"
         self.metrics.append(step, {**metrics, **(texts or {})})
         self.tracking.log(metrics, step)
@@ -78,14 +80,14 @@ class Recorder:
         write_text_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
 
     def close(self) -> None:
-        """Close the display and the loggers. Safe to call twice, and before the start."""
+        """Close the display and the loggers; it is safe to call this twice, and before the start."""
         self.display.close()
         if self.tracking is not None:
             self.tracking.finish()
 
 
 class LossRecorder(Recorder):
-    """Of a supervised run."""
+    """The recorder of a supervised run."""
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step; step 0 holds what was measured before the first."""
@@ -102,7 +104,7 @@ class LossRecorder(Recorder):
 
 
 class RunRecorder(Recorder):
-    """Of a run of reinforcement learning: trajectories and curves besides."""
+    """The recorder of a run of reinforcement learning, which also has trajectories and curves."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         super().__init__(config, total_steps)
@@ -112,11 +114,11 @@ class RunRecorder(Recorder):
         self._drawn_at = time.monotonic()
 
     def start(self, step: int, resumed_from: Path | None) -> int:
-        kept = super().start(step, resumed_from)
-        self.trajectories.cut_after(kept)
-        self.questions.cut_after(kept)
-        self.evaluations.cut_after(kept)
-        return kept
+        last_kept = super().start(step, resumed_from)
+        self.trajectories.cut_after(last_kept)
+        self.questions.cut_after(last_kept)
+        self.evaluations.cut_after(last_kept)
+        return last_kept
 
     def first_step(self) -> int:
         """Return the first training step that is recorded; 0 if there is none."""
@@ -125,7 +127,7 @@ class RunRecorder(Recorder):
     def keep_branch(self, number: int, after_step: int) -> None:
         """Copy what was recorded after a step to `branches/<number>`, before the run goes back there."""
         branch = self.run_dir / BRANCHES / str(number)
-        shutil.rmtree(branch, ignore_errors=True)  # half made by a process that was killed
+        shutil.rmtree(branch, ignore_errors=True)  # a killed process may have left it half made
         branch.mkdir(parents=True)
         for file in (self.metrics, self.questions, self.evaluations):
             write_lines(branch / file.path.name, [row for row in file.read() if row["step"] > after_step])
@@ -138,8 +140,9 @@ class RunRecorder(Recorder):
         records: list[dict[str, Any]],
         warnings: Sequence[str] = (),
     ) -> None:
-        """Record one training step, with `trajectory_records` of some of its rows; warnings are shown, and
-        kept in the step's line of `metrics.jsonl`.
+        """Record one training step, with `trajectory_records` of some of its rows.
+
+        Warnings are shown, and kept in the step's line of `metrics.jsonl`.
         """
         self.write(step, metrics, {"warnings": list(warnings)} if warnings else {})
         self.trajectories.add(step, records)
@@ -155,9 +158,16 @@ class RunRecorder(Recorder):
         records: list[dict[str, Any]],
         questions: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a validation: of its `ValidationReport`, `trajectory_records` of some of its rows, and a
-        line of `validation.jsonl` for each question. Its metrics are part of the step's own line; before step
-        1 they are a line.
+        """Record a validation: the results, some trajectories, and the questions.
+
+        The metrics of a validation are part of the step's own line. Before step 1 they are a line.
+
+        Args:
+            step: the training step.
+            metrics: the metrics of its `ValidationReport`.
+            summary: the summary of its `ValidationReport`.
+            records: `trajectory_records` of some of its rows.
+            questions: a line of `validation.jsonl` for each question.
         """
         if step == 0:
             self.write(0, metrics)
@@ -172,12 +182,15 @@ class RunRecorder(Recorder):
             self._draw()
 
     def log_evaluation(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """A line of `evaluations.jsonl` for each rollout of a set of `trainer.evals`."""
+        """Append a line to `evaluations.jsonl` for each rollout of a set of `trainer.evals`."""
         for line in lines:
             self.evaluations.append(step, line)
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write `summary.json` (see `run_summary` of the trainer), the curves and the page; returns it."""
+        """Write `summary.json`, the curves and the page, and return the summary.
+
+        The summary is that of the trainer's `run_summary`.
+        """
         self.write_summary(summary)
         self._draw()
         values = (summary["em_before"], summary["em_after"])

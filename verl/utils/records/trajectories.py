@@ -3,8 +3,8 @@
     batch row -> {step, split, uid, data_source, question, gold, answer, em, f1, score, extra_info,
                   trajectory, tokens: [str], token_mask: [0 or 1]} -> trajectories/step_N.jsonl
 
-`tokens` joined are the response's text; `token_mask` says which of them the policy sampled: in training,
-these are the ones that are trained.
+`tokens` joined are the response's text. `token_mask` says which of them the policy sampled; in training,
+these are the tokens that are trained.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _BROKEN = "\ufffd"
 
 
 class TokenTexts:
-    """Text of single tokens such that the joined texts read as the decoded sequence does.
+    """The texts of single tokens; joined, they read as the decoded sequence does.
 
-    A token that is only a part of a letter (byte-level vocabularies have these) has its text with the last
-    token of that letter. Parts that make no letter are told by the last of them: U+FFFD may itself be one.
+    A token that is only a part of a letter (byte-level vocabularies have such tokens) has its text with the
+    last token of that letter. If parts make no letter, the last of them decides: U+FFFD may itself be a
+    letter.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -42,7 +43,7 @@ class TokenTexts:
         self.texts: dict[int, str] = {}
 
     def __call__(self, ids: list[int]) -> list[str]:
-        """One text for each id."""
+        """Return one text for each id."""
         texts = [self._single(token) for token in ids]
         start = None
         for i, text in enumerate(texts):
@@ -50,9 +51,9 @@ class TokenTexts:
                 start = None
                 continue
             start = i if start is None else start
-            whole = self._after_anchor(ids[start : i + 1])
-            texts[start : i + 1] = [""] * (i - start) + [whole]
-            if not whole.endswith(_BROKEN):
+            letter = self._after_anchor(ids[start : i + 1])
+            texts[start : i + 1] = [""] * (i - start) + [letter]
+            if not letter.endswith(_BROKEN):
                 start = None
         return texts
 
@@ -71,8 +72,9 @@ class TokenTexts:
 def trajectory_records(
     batch: DataProto, texts: TokenTexts, step: int, split: str, count: int
 ) -> list[dict[str, Any]]:
-    """Return records of at most `count` rows, spread evenly over the batch. split: "train" or "val". The
-    score of a trajectory that could not be judged is None.
+    """Return records of at most `count` rows, spread evenly over the batch.
+
+    `split` is "train" or "val". The score of a trajectory that could not be judged is None.
     """
     assert batch.batch is not None
     tensors = batch.batch
@@ -85,7 +87,7 @@ def trajectory_records(
         extra_info = fields["extra_info"][i]
         try:
             gold = golden_answers(fields["reward_model"][i]["ground_truth"])
-        except ValueError:  # what a user's own reward compares with is shown as it is
+        except ValueError:  # the ground truth of a user's own reward is shown as it is
             gold = [str(fields["reward_model"][i]["ground_truth"])]
         answer = extract_solution(trajectory["policy_text"])
         is_lost = trajectory["finish_reason"] in LOST
@@ -113,21 +115,21 @@ def trajectory_records(
 
 
 def spread_rows(length: int, count: int) -> list[int]:
-    """At most `count` indices below `length`, evenly spaced."""
+    """Return at most `count` indices below `length`, evenly spaced."""
     return sorted(set(np.linspace(0, length - 1, min(count, length)).astype(int).tolist()))
 
 
 def find_question(prompt: str) -> str:
-    """The question in a prompt: what follows the last "Question:", else the last line with text."""
-    found = _QUESTION.findall(prompt)
-    if found:
-        return found[-1].strip()
+    """Return the question in a prompt: what follows the last "Question:", else the last line with text."""
+    questions = _QUESTION.findall(prompt)
+    if questions:
+        return questions[-1].strip()
     lines = [line.strip() for line in prompt.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 class TrajectoryFolder:
-    """`trajectories/step_N.jsonl`, one file a step, one record a line."""
+    """The files `trajectories/step_N.jsonl`, one file a step, one record a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,33 +141,36 @@ class TrajectoryFolder:
                 file.writelines(to_json(record) + "\n" for record in records)
 
     def cut_after(self, step: int) -> None:
-        """Delete the files of later steps: a resumed run writes those again. -1 deletes all."""
-        for other in self.steps():
-            if other > step:
-                self._file(other).unlink()
+        """Delete the files of later steps, because a resumed run writes those again; -1 deletes all."""
+        for file_step in self.steps():
+            if file_step > step:
+                self._file(file_step).unlink()
 
     def copy_after(self, step: int, folder: Path) -> None:
-        """Copy the files of later steps into a folder, which is made."""
+        """Copy the files of later steps into a folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        for later in self.steps():
-            if later > step:
-                shutil.copy2(self._file(later), folder)
+        for file_step in self.steps():
+            if file_step > step:
+                shutil.copy2(self._file(file_step), folder)
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending."""
+        """Return the steps that have a file, ascending."""
         names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in self.path.glob("step_*.jsonl"))
         return sorted(int(match.group(1)) for match in names if match)
 
     def read(self, limit: int) -> list[dict[str, Any]]:
-        """At most `limit`: up to half of them the last validation ones, the others spread over the run."""
+        """Return at most `limit` records.
+
+        Up to half of them are the last validation ones, the others are spread over the run.
+        """
         steps = self.steps()
         records = [record for step in steps for record in read_lines(self._file(step))]
         if len(records) <= limit:
             return records
-        kept = [record for record in records if record["split"] != "train"][-limit // 2 :]
+        validation = [record for record in records if record["split"] != "train"][-limit // 2 :]
         train = [record for record in records if record["split"] == "train"]
-        picked = [train[i] for i in spread_rows(len(train), limit - len(kept))]
-        return sorted(picked + kept, key=lambda record: (record["step"], record["split"]))
+        picked = [train[i] for i in spread_rows(len(train), limit - len(validation))]
+        return sorted(picked + validation, key=lambda record: (record["step"], record["split"]))
 
     def _file(self, step: int) -> Path:
         return self.path / f"step_{step}.jsonl"
@@ -174,13 +179,19 @@ class TrajectoryFolder:
 def write_page(
     records: list[dict[str, Any]], path: Path, title: str, results: dict[str, Any] | None = None
 ) -> None:
-    """Write the self-contained page `trajectories.html`; it loads nothing from anywhere.
+    """Write the self-contained page `trajectories.html`, which loads nothing from anywhere.
 
-    Records of several models have its name under `model`: those of one question stand side by side. results:
-    what the page shows first, `tables` ({title, columns, rows of text}) and `image` (a data URL).
+    Records of several models have the model's name under `model`. Those of one question stand side by side.
 
-    The records go in as JSON in which no "<" is left, so that no text can end the element that holds it;
-    the page puts them on the screen as text only.
+    The records go in as JSON in which no "<" is left, so that no text can end the element that holds it. The
+    page puts them on the screen as text only.
+
+    Args:
+        records: what `trajectory_records` returns.
+        path: the file to write.
+        title: title of the page.
+        results: what the page shows first: `tables` ({title, columns, rows of text}) and `image` (a data
+            URL).
     """
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     data = to_json({"title": title, "records": records, "results": results})

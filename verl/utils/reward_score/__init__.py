@@ -1,8 +1,8 @@
 """Reward functions: (data_source, solution_str, ground_truth, extra_info) -> score.
 
-`default_compute_score` is exact match; `custom_reward_function.path` names a user's own. `solution_str` is
-only what the policy wrote; `extra_info` is the row's, with `segments` added: the whole response in runs of
-sampled and of observed text.
+`default_compute_score` is exact match. You name a function of your own with `custom_reward_function.path`.
+`solution_str` is only what the policy wrote. `extra_info` is the row's, with `segments` added: the whole
+response in runs of sampled and of observed text.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from verl.utils.reward_score.qa_em import compute_score_em, known_answers
 
 RewardFunction = Callable[..., Any]  # see `call_reward_function`
 
-# Search-R1's, of which the ground truth may also be the golden answers themselves, as texts.
+# Search-R1's data sources. Their ground truth may also be the golden answers themselves, as texts.
 _PLAIN_SOURCES = (
     "nq",
     "triviaqa",
@@ -36,7 +36,10 @@ _PLAIN_SOURCES = (
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> float:
-    """Exact match, whatever the data source. ValueError: the row has no golden answers to compare with."""
+    """Return the exact match, whatever the data source.
+
+    Raises ValueError if the row has no golden answers to compare with.
+    """
     is_plain = data_source in _PLAIN_SOURCES and isinstance(ground_truth, str | list | tuple | np.ndarray)
     if is_plain and len(ground_truth) > 0:
         ground_truth = {"target": ground_truth}
@@ -50,8 +53,10 @@ def default_compute_score(
 
 
 def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
-    """A user's reward function, or None without a path: `config` is {path: python file or None, name: of the
-    function}. ValueError: the file has no such function.
+    """Load a user's reward function; return None if there is no path.
+
+    `config` is {path: python file or None, name: name of the function}. Raises ValueError if the file has no
+    such function.
     """
     path = config["path"]
     name = config["name"]
@@ -74,15 +79,21 @@ def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
 
 
 class RewardFunctionFailed(Exception):
-    """A user's reward function raised; the message names its line."""
+    """An exception of a user's reward function; the message names its line."""
 
 
 def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What a reward function returns for each row: a number, a dictionary, or None (could not verify).
+    """Return what a reward function returns for each row: a number, a dictionary, or None (could not verify).
 
-    A coroutine function is called for all rows at the same time. One that takes data_sources, solution_strs,
-    ground_truths and extra_infos (verl's batched form) is called once and returns a list. calls: data_source,
-    solution_str, ground_truth and extra_info of each row.
+    A coroutine function is called for all rows at the same time. A function that takes data_sources,
+    solution_strs, ground_truths and extra_infos (verl's batched form) is called once and returns a list.
+
+    Args:
+        function: the reward function.
+        calls: data_source, solution_str, ground_truth and extra_info of each row.
+
+    Raises:
+        RewardFunctionFailed: the function raised an exception, or returned another number of scores.
     """
     if not calls:
         return []
@@ -93,16 +104,20 @@ def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, 
     try:
         if "solution_strs" in inspect.signature(function).parameters:
             returned = function(**{f"{name}s": [call[name] for call in calls] for name in calls[0]})
-            many = list(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
-            if len(many) != len(calls):
-                raise ValueError(f"it returned {len(many)} scores for {len(calls)} rows")
-            return many
-        many = [function(**call) for call in calls]
-        return asyncio.run(together(many)) if inspect.iscoroutinefunction(function) else many
-    except Exception as error:  # it is a user's function: anything may come
+            scores = list(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
+            if len(scores) != len(calls):
+                raise ValueError(f"it returned {len(scores)} scores for {len(calls)} rows")
+            return scores
+        scores = [function(**call) for call in calls]
+        return asyncio.run(together(scores)) if inspect.iscoroutinefunction(function) else scores
+    except Exception as error:  # it is a user's function, which may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         path = getattr(getattr(function, "__code__", None), "co_filename", None)
-        own = [frame for frame in frames if frame.filename == path] or frames
-        where = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise RewardFunctionFailed(f"{where}{what}") from error
+        user_frames = [frame for frame in frames if frame.filename == path] or frames
+        location = (
+            f"{user_frames[-1].filename}, line {user_frames[-1].lineno}, in {user_frames[-1].name}: "
+            if user_frames
+            else ""
+        )
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RewardFunctionFailed(f"{location}{problem}") from error

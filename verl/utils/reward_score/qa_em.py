@@ -1,10 +1,10 @@
-"""Exact match: is the answer that the policy gave one of the golden answers?
+"""Exact match: whether the answer that the policy gave is one of the golden answers.
 
     policy's own text -> extract_solution -> normalize_answer -> compare with each golden answer
 
-and `f1_check`: how many words it shares with the nearest of them.
+`f1_check` measures how many words the answer shares with the nearest golden answer.
 
-The normalisation is SQuAD's (Rajpurkar et al. 2016), the one that Search-R1 and its baselines report.
+The normalisation is that of SQuAD (Rajpurkar et al. 2016), the one that Search-R1 and its baselines report.
 """
 
 import re
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-# From the last opening tag before a closing one: an answer that was begun and not closed spoils no later one.
+# The match starts at the last opening tag before a closing one, so that an answer that was begun and not
+# closed spoils no later one.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _OPEN_ANSWER = re.compile(r"<answer>(?!.*</answer>)", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -24,17 +25,20 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, no ASCII punctuation, no English articles, single spaces."""
+    """Return the text in lower case, without ASCII punctuation and English articles, with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def known_answers(ground_truth: Any) -> list[str]:
-    """The golden answers of a row, `{"target": [...]}` as in the parquet files; none where it has none."""
+    """Return the golden answers of a row, `{"target": [...]}` as in the parquet files; [] if it has none."""
     return list(_strings(ground_truth.get("target"))) if isinstance(ground_truth, Mapping) else []
 
 
 def golden_answers(ground_truth: Mapping[str, Any] | str | Iterable[str]) -> list[str]:
-    """The golden answers of a row, or the answers themselves as texts. ValueError: there is none."""
+    """Return the golden answers of a row, or the answers themselves as texts.
+
+    Raises ValueError if there is none.
+    """
     is_row = isinstance(ground_truth, Mapping)
     answers = known_answers(ground_truth) if is_row else list(_strings(ground_truth))
     if not answers:
@@ -45,10 +49,10 @@ def golden_answers(ground_truth: Mapping[str, Any] | str | Iterable[str]) -> lis
 
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> int:
-    """1 if the normalised prediction equals a normalised golden answer, else 0.
+    """Return 1 if the normalised prediction equals a normalised golden answer, else 0.
 
-    An answer of which the normalisation leaves nothing ("A", "?") is compared as it is written, in whatever
-    case: no answer at all is never a right one.
+    If the normalisation leaves nothing of an answer ("A", "?"), the answer is compared as it is written,
+    ignoring case. An empty prediction is never right.
     """
     normalized = normalize_answer(prediction)
     written = prediction.strip().lower()
@@ -58,43 +62,43 @@ def em_check(prediction: str, golden: str | Iterable[str]) -> int:
 
 
 def token_f1(answer: str, label: str) -> float:
-    """Harmonic mean of precision and recall over the normalised words; 0 where none is shared."""
-    found = normalize_answer(answer).split()
-    wanted = normalize_answer(label).split()
-    shared = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
+    """Return the harmonic mean of precision and recall over the normalised words; 0 if none is shared."""
+    answer_words = normalize_answer(answer).split()
+    label_words = normalize_answer(label).split()
+    shared = sum((Counter(answer_words) & Counter(label_words)).values())
+    return 2 * shared / (len(answer_words) + len(label_words)) if shared else 0.0
 
 
 def f1_check(prediction: str, golden: str | Iterable[str]) -> float:
-    """SQuAD's F1: that of the nearest golden answer; 1 wherever `em_check` is 1."""
+    """Return SQuAD's F1, that of the nearest golden answer; it is 1 wherever `em_check` is 1."""
     answers = list(_strings(golden))
     return max([float(em_check(prediction, answers)), *(token_f1(prediction, answer) for answer in answers)])
 
 
 def subem_check(prediction: str, golden: str | Iterable[str]) -> int:
-    """1 if a normalised golden answer occurs in the normalised prediction, else 0."""
+    """Return 1 if a normalised golden answer occurs in the normalised prediction, else 0."""
     normalized = normalize_answer(prediction)
-    wanted = [normalize_answer(answer) for answer in _strings(golden)]
-    return int(any(answer in normalized for answer in wanted if answer))
+    answers = [normalize_answer(answer) for answer in _strings(golden)]
+    return int(any(answer in normalized for answer in answers if answer))
 
 
 def documents_hold_answer(documents: Iterable[Mapping[str, Any]], golden: Iterable[str]) -> bool:
-    """Whether a golden answer stands, in whatever case, in the `contents` of a document."""
+    """Return whether a golden answer occurs in the `contents` of a document, ignoring case."""
     text = "\n".join(document["contents"] for document in documents).lower()
     return any(answer.lower() in text for answer in golden)
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """The text in the last `<answer>...</answer>` of what the policy wrote, stripped; None without one."""
+    """Return the text in the last `<answer>...</answer>` that the policy wrote, stripped, or None."""
     answers = _ANSWER.findall(solution_str)
     return answers[-1].strip() if answers else None
 
 
 def join_turns(turns: Iterable[str]) -> str:
-    """What the policy wrote in its turns as one text, for `extract_solution`.
+    """Join what the policy wrote in its turns to one text, for `extract_solution`.
 
-    An answer stands in one turn, as in the agent loop: an opening tag that its turn does not close is left
-    out, so that no later closing tag can complete it.
+    An answer must stand in one turn, as in the agent loop. An opening tag that its turn does not close is
+    left out, so that no later closing tag can complete it.
     """
     return "\n".join(_OPEN_ANSWER.sub("", turn) for turn in turns)
 
@@ -107,9 +111,15 @@ def compute_score_em(
     score: float = 1.0,
     check: Callable[[str, list[str]], int] = em_check,
 ) -> float:
-    """`score` for a right answer, `format_score` for a wrong one, 0 for none. solution_str: the policy's own
-    text, without prompt and observations. ground_truth: `{"target": [golden answers]}`. method: has no
-    effect, as in Search-R1. check: says whether an answer is right.
+    """Return `score` for a right answer, `format_score` for a wrong one, 0 for none.
+
+    Args:
+        solution_str: the policy's own text, without prompt and observations.
+        ground_truth: `{"target": [golden answers]}`.
+        method: has no effect, as in Search-R1.
+        format_score: the reward of a wrong answer.
+        score: the reward of a right answer.
+        check: function that says whether an answer is right.
     """
     answer = extract_solution(solution_str)
     if answer is None:
@@ -120,18 +130,18 @@ def compute_score_em(
 def compute_score_em_f1(
     data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Any = None
 ) -> float:
-    """The mean of exact match and token F1, for `custom_reward_function` (path: this file)."""
+    """Return the mean of exact match and token F1, for `custom_reward_function` (path: this file)."""
     answer = extract_solution(solution_str)
     golden = golden_answers(ground_truth)
     return 0.0 if answer is None else (em_check(answer, golden) + f1_check(answer, golden)) / 2
 
 
-# As `compute_score_em`, with a golden answer inside the given one counted as right.
+# Like `compute_score_em`, but an answer that contains a golden answer counts as right.
 compute_score_subem = partial(compute_score_em, check=subem_check)
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """The texts in a text, a list, an array, or lists of these; numbers as they are written."""
+    """Yield the texts in a text, a list, an array, or lists of these; numbers come as they are written."""
     if value is None:
         return
     if isinstance(value, list | tuple | np.ndarray):

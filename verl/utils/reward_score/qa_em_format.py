@@ -1,11 +1,11 @@
 """Exact match with a reward for structure (Search-R1's format reward, arXiv:2505.15117).
 
-A trajectory is a list of segments: what the policy sampled, and the observations between. Structure is
-judged on the policy's segments; a retrieved document's text is never parsed, so tags in it do no harm.
+A trajectory is a list of segments: what the policy sampled, and the observations between. The structure is
+judged on the policy's segments. The text of a retrieved document is never parsed, so tags in it do no harm.
 
     <think> </think> ( <search> </search> observation <think> </think> )* <answer> </answer>
 
-with nothing but white space between the tags.
+Between the tags there may be nothing but white space.
 """
 
 import re
@@ -16,9 +16,9 @@ from verl.utils.reward_score.qa_em import em_check, extract_solution, golden_ans
 
 _TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
 _OBSERVATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
-_SEARCHED = "<information>...</information>"  # no text of the policy has it in one piece
+_SEARCHED = "<information>...</information>"  # no text of the policy contains it in one piece
 
-# state -> what may come next -> the state it leads to. In a state named after a tag any text may stand.
+# state -> what may come next -> the state it leads to. In a state named after a tag, any text may come.
 _NEXT: dict[str, dict[str, str]] = {
     "start": {"<think>": "think"},
     "think": {"</think>": "thought"},
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
 
 def is_valid_sequence(segments: Iterable[Segment]) -> tuple[bool, str]:
-    """Whether the trajectory has the structure above, and if not, the first thing that is wrong."""
+    """Return whether the trajectory has the structure above, and if not, the first thing that is wrong."""
     state = "start"
     for text, sampled in segments:
         observed = [_SEARCHED] if _OBSERVATION.fullmatch(text) else [text]
@@ -54,11 +54,11 @@ def is_valid_sequence(segments: Iterable[Segment]) -> tuple[bool, str]:
 
 
 def is_retrieval_correct(segments: Iterable[Segment], golden: Iterable[str]) -> bool:
-    """Whether a normalised golden answer occurs in an observation that the search engine gave."""
-    wanted = [normalize_answer(answer) for answer in golden]
-    found = (_OBSERVATION.fullmatch(segment.text) for segment in segments if not segment.sampled)
-    blocks = [normalize_answer(match[1]) for match in found if match]
-    return any(answer in block for block in blocks for answer in wanted if answer)
+    """Return whether a normalised golden answer occurs in an observation that the search engine gave."""
+    answers = [normalize_answer(answer) for answer in golden]
+    matches = (_OBSERVATION.fullmatch(segment.text) for segment in segments if not segment.sampled)
+    blocks = [normalize_answer(match[1]) for match in matches if match]
+    return any(answer in block for block in blocks for answer in answers if answer)
 
 
 def compute_score_em(
@@ -71,7 +71,7 @@ def compute_score_em(
     retrieval_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, float]:
-    """The reward of a trajectory as `score`; s, f, r are the structure, final and retrieval score.
+    """Return the reward of a trajectory as `score`; s, f, r are the structure, final and retrieval score.
 
     | answer        | well-formed | document holds the answer | reward    |
     |---------------|-------------|---------------------------|-----------|
@@ -82,8 +82,8 @@ def compute_score_em(
     | wrong         | no          | -                         | f         |
     | none          | no          | -                         | 0         |
 
-    The middle columns stand beside it, each 0 or 1, as `well_formed` and `retrieved`. extra_info has the
-    trajectory's `segments`, as `RewardManager` adds them; data_source is not looked at.
+    The middle columns are returned too, each 0 or 1, as `well_formed` and `retrieved`. extra_info has the
+    trajectory's `segments`, as `RewardManager` adds them. data_source is not looked at.
     """
     segments: Sequence[Segment] = extra_info["segments"]
     golden = golden_answers(ground_truth)
