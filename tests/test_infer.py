@@ -322,7 +322,9 @@ def test_a_converted_models_settings_are_those_beside_it(run_dir, tmp_path):
 )
 def test_a_config_that_no_run_wrote_is_an_error_that_names_it(tmp_path, text, problem):
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ValueError, match=f"config.yaml {re.escape(problem)}.*expected the config.yaml of a run"):
+    with pytest.raises(
+        ValueError, match=f"config.yaml {re.escape(problem)}.*expected the config.yaml of a run"
+    ):
         infer.find_settings(str(tmp_path), None, None)
 
 
