@@ -56,7 +56,7 @@ def fullest_moment(
 
 
 def kept_for_token(size: ModelSize, precision: Precision, longest: int) -> int:
-    """What autograd keeps of one decoder layer for each token.
+    """Return what autograd keeps of one decoder layer for each token.
 
     In bfloat16 (`cpu_layers`) a norm keeps its input in float32 and its output, heads and the MLP each tensor
     once. Probabilities are kept where `causal_attention` is the way: of half the keys, and half a block.

@@ -70,14 +70,17 @@ MACHINE = [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platfor
 
 
 def put(path: Path, payload: bytes) -> None:
-    """Writes a message, whole or not at all."""
+    """Write a message, whole or not at all."""
     aside = path.with_name(f".{path.name}.part")
     aside.write_bytes(zlib.crc32(payload).to_bytes(4, "big") + payload)
     os.replace(aside, path)
 
 
 def take(path: Path) -> Any:
-    """Reads and deletes what was pickled and `put`. OSError: it is damaged; FileNotFoundError: not there."""
+    """Read and delete a file that `put` has written.
+
+    Raises OSError if it is damaged, and FileNotFoundError if there is none.
+    """
     data = memoryview(path.read_bytes())
     if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "big"):
         raise OSError(f"{path} is damaged: its checksum is another one")
@@ -154,7 +157,10 @@ class Pulse:
 
 
 def _locked(path: Path) -> TextIO:
-    """A file that this process alone holds until it closes it. ValueError: another one has the place."""
+    """Return a file that this process alone holds until it closes it.
+
+    Raises ValueError if another process holds it.
+    """
     file = path.open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +185,7 @@ class FolderSession(ExitStack):
         self.callback(self._end)
 
     def renew(self) -> FolderSession:
-        """A new session: processes that serve an earlier one begin anew."""
+        """Begin a new session. Processes that serve an earlier one start again."""
         for old in self.root.glob("session-*"):
             shutil.rmtree(old, ignore_errors=True)
         self.number = f"session-{uuid.uuid4().hex[:12]}"
@@ -300,7 +306,7 @@ class FolderWorkerGroup(WorkerGroup):
         return partial(self._values, method=method)
 
     def _values(self, replies: list[RankReply], method: str) -> list[Any]:
-        """What the ranks have answered. A death is raised before an error that it may have caused."""
+        """Return what the ranks have answered. A death is raised before an error that it may have caused."""
         began = time.monotonic()
         until = float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
@@ -375,7 +381,7 @@ class FolderRank:
 
 
 def serve(root: Path, name: str, address: str, parent: int = 0, patience: float = PATIENCE_SECONDS) -> int:
-    """The process of a rank (name: `train_worker-0`): runs the driver's calls in their order. Returns 0 when
+    """Run the driver's calls in their order, as the process of a rank (name: `train_worker-0`). Return 0 when
     the run is over, or ends the process with 3: nothing was heard of a driver for `patience` seconds, or the
     process `parent` has gone. address: of this machine, for other ranks. ValueError: the name is taken.
     """
@@ -410,7 +416,7 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
 
 
 def _watch(driver: Pulse, beat: Beat, parent: int, patience: float) -> None:
-    """Serves the driver's first session that it hears of. Executes this program again as soon as the driver
+    """Serve the first session of the driver that it hears of. Execute this program again as soon as the driver
     leads another one, and ends it with the run: a call that waits for another rank may never end.
     """
     while True:

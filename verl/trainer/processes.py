@@ -74,7 +74,7 @@ class RunProcesses:
         return False
 
     def _kill_silent(self) -> None:
-        """A process that has begun to beat and does so no more is killed, to be started again."""
+        """Kill each process that has begun to beat and does so no more, so that it is started again."""
         for place, process in self.running.items():
             with suppress(OSError, psutil.Error):
                 began = psutil.Process(process.pid).create_time()
@@ -137,7 +137,7 @@ class RunProcesses:
             self.end()
 
     def pass_on(self, number: int, frame: object) -> None:
-        """A signal goes to the driver, which ends the run."""
+        """Pass a signal on to the driver, which ends the run."""
         self.asked = number
         if DRIVER in self.running:
             self.running[DRIVER].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)

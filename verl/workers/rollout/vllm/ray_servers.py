@@ -28,7 +28,7 @@ class ServerActor:
     """Holds the GPUs of one server, and the server."""
 
     def start(self, engine_args: dict[str, Any], python: str) -> str:
-        """The server's address, once it is healthy; errors as of `VllmServers`."""
+        """Return the server's address once it is healthy. The errors are those of `VllmServers`."""
         devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         address = ray.util.get_node_ip_address()  # in the cluster
         self.servers = VllmServers(engine_args, 1, python, devices, host=address)
@@ -80,7 +80,7 @@ class RayServers:
             raise
 
     def close(self) -> None:
-        """Ends all of them. Safe to call twice."""
+        """End all servers. It is safe to call this twice."""
         actors = self._actors
         self._actors = []
         closing = [actor.close.remote() for actor in actors]

@@ -148,7 +148,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             return super().partial(session_id)
 
     def _advance(self) -> list[Completion]:
-        """The turns that ended since the last call; waits a moment when there are none.
+        """Return the turns that ended since the last call. Wait a moment if there are none.
 
         RuntimeError when no server is left, or one answers what can't be understood.
         """
@@ -170,7 +170,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
     # ---- weights and memory ----
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Turns under way stop, the servers take the weights, the turns go on from their tokens.
+        """Stop the turns under way, load the weights in the servers, and continue the turns from their tokens.
 
         A server that fails is not used any more, by any process; EngineUnavailable if none is left. Where
         several processes share the servers, all of them call this, walking `weights` together.
@@ -205,7 +205,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         self._agree(problem)
 
     def _agree(self, problem: Exception | None = None) -> None:
-        """Waits for all processes; what one of them has seen of servers that failed, all know then."""
+        """Wait for all processes, and tell each which servers any of them has seen fail."""
         told: list[Any] = [(problem, {client.url: client.dead for client in self._pool.clients})]
         if self._world_size > 1:
             own = told[0]

@@ -74,7 +74,7 @@ class ServerProcess:
         return self._process.poll() is None
 
     def log_tail(self) -> str:
-        """The last lines of what the server wrote."""
+        """Return the last lines that the server wrote."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def kill(self) -> None:
@@ -190,7 +190,7 @@ class VllmServers:
 
 
 def _command(engine_args: Mapping[str, Any], python: str, host: str, port: int) -> list[str]:
-    """The command line of a server on this port."""
+    """Return the command line of a server on this port."""
     ours = {
         "served_model_name": SERVED_MODEL_NAME,
         "load_format": "dummy",
@@ -213,7 +213,7 @@ def _command(engine_args: Mapping[str, Any], python: str, host: str, port: int) 
 
 
 def _free_port(host: str) -> int:
-    """A port that nobody listens on; the server will take it in a few seconds."""
+    """Return a port that nobody listens on. The server will take it in a few seconds."""
     for port in random.Random().sample(_PORTS, 100):  # not the program's seed: two runs would collide
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))

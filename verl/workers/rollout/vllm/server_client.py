@@ -64,7 +64,7 @@ class Chunk:
 def completion_body(
     model: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int
 ) -> dict[str, Any]:
-    """The request that goes on from these tokens; nothing is left to the server's defaults.
+    """Return the request that continues from these tokens. It leaves nothing to the server's defaults.
 
     Stop strings are only a hint to the server, so that it does not compute far beyond them: whether they
     are complete is decided on the tokens that come back (`StopCondition`). End-of-sequence tokens are given
@@ -123,7 +123,7 @@ def parse_chunk(data: str) -> Chunk | None:
 
 
 def _plain_log_prob(token_id: int, top: dict[str, float]) -> float:
-    """The model's own log-prob, which our sampler gives under an id that no token has."""
+    """Return the model's own log-prob, which our sampler gives under an id that no token has."""
     own = f"token_id:{token_id}"
     others = [value for name, value in top.items() if name != own]
     if len(others) != 1:
@@ -163,7 +163,7 @@ class ServerClient:
         await self._control.aclose()
 
     async def complete(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one request. Left early, the connection closes and the server drops the request."""
+        """Yield the chunks of one request. If the caller stops early, the connection closes and the server drops it."""
         try:
             async with self._streams.stream("POST", f"{self.url}/v1/completions", json=body) as response:
                 if response.status_code != 200:
@@ -318,7 +318,7 @@ class ServerPool:
         self.living()
 
     async def metrics(self) -> dict[str, float]:
-        """What the living count, added up; nothing if one does not tell."""
+        """Return the sums of the living servers' counters, and nothing if one of them does not answer."""
         sums = dict.fromkeys(_METRICS, 0.0)
         for client in [each for each in self.clients if each.dead is None]:
             try:
