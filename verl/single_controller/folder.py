@@ -416,7 +416,7 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
 
 
 def _watch(driver: Pulse, beat: Beat, parent: int, patience: float) -> None:
-    """Serve the first session of the driver that it hears of. Execute this program again as soon as the driver
+    """Serve the first session of the driver that it finds. Execute this program again as soon as the driver
     leads another one, and ends it with the run: a call that waits for another rank may never end.
     """
     while True:

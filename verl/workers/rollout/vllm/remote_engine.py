@@ -170,7 +170,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
     # ---- weights and memory ----
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Stop the turns under way, load the weights in the servers, and continue the turns from their tokens.
+        """Stop the turns under way, load the weights in the servers, and continue the turns.
 
         A server that fails is not used any more, by any process; EngineUnavailable if none is left. Where
         several processes share the servers, all of them call this, walking `weights` together.

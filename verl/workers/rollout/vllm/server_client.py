@@ -163,7 +163,10 @@ class ServerClient:
         await self._control.aclose()
 
     async def complete(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one request. If the caller stops early, the connection closes and the server drops it."""
+        """Yield the chunks of one request.
+
+        If the caller stops early, the connection closes and the server drops the request.
+        """
         try:
             async with self._streams.stream("POST", f"{self.url}/v1/completions", json=body) as response:
                 if response.status_code != 200:
