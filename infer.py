@@ -30,7 +30,7 @@ import verl  # noqa: F401  # isort: skip  (first, as it says which Python has a 
 from rich.console import Console
 from rich.text import Text
 
-from verl.utils.announcing import announced, without_collections
+from verl.utils.announcing import announce, gc_paused
 from verl.utils.model_folders import find_model, run_folder
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def load_manager(
 
     Raises ValueError for a model that can't be loaded or run.
     """
-    with without_collections():
+    with gc_paused():
         import torch
         import transformers
 
@@ -253,7 +253,7 @@ def load_manager(
         engine = NativeEngine(
             config, 1, min(settings["max_prompt_length"], max_positions or sys.maxsize), dtype, device
         )
-        with announced(f"loading {model}", file=sys.stderr):
+        with announce(f"loading {model}", file=sys.stderr):
             network: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
             network.to(device)
     except Exception as error:  # a broken folder raises errors of any kind: OSError, SafetensorError, ...

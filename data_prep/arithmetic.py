@@ -38,7 +38,7 @@ def fill_sum(pair: Pair) -> str:
     return PROMPT.format(sum=f"{pair[0]}+{pair[1]}")
 
 
-def work_out(rng: random.Random, pair: Pair, right_share: float) -> list[str]:
+def student_turns(rng: random.Random, pair: Pair, right_share: float) -> list[str]:
     """Return what a student writes in each turn.
 
     Each column's sum is right with the probability `right_share`, else it is a number from 0 to 19. The

@@ -30,7 +30,7 @@ MOST_WORDS = 8  # words of an answer, at most
 _PAIR = re.compile(r"<question>((?:(?!</?question>).)*)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
 
 
-def question_in(text: str, passage: str) -> tuple[str, str, str]:
+def parse_question(text: str, passage: str) -> tuple[str, str, str]:
     """Return the question and the answer that a model wrote on a passage, and what is wrong with them.
 
     The last is "" if nothing is wrong.
@@ -62,7 +62,7 @@ class WritesQuestion(BaseTextEnv):
         self.passage = extras["extra_info"]["passage"]
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        problem = question_in(action, self.passage)[2]
+        problem = parse_question(action, self.passage)[2]
         return BaseTextEnvStepOutput(observations=[], reward=float(not problem), done=True, metadata={})
 
 
@@ -101,7 +101,7 @@ def write_questions(lines: Iterable[Mapping[str, Any]], model: str, template: st
     seen = set[str]()
     for line in lines:
         passage_info = line["info"]
-        question, answer, problem = question_in(line["completion"], passage_info["passage"])
+        question, answer, problem = parse_question(line["completion"], passage_info["passage"])
         if not problem and normalize_answer(question) in seen:
             problem = "a duplicate"
         if problem:

@@ -199,9 +199,9 @@ class Demonstrator:
     def trace(self) -> Sample:
         """Return a rollout as a poor student would do it; see the module."""
         question = self.question(self.rng.choices((1, 2, 3), (0.45, 0.47, 0.08))[0])
-        return self.search(question, right=self.rng.random() < RIGHT_TRACE)
+        return self.search_demonstration(question, right=self.rng.random() < RIGHT_TRACE)
 
-    def search(self, question: Question, right: bool) -> Sample:
+    def search_demonstration(self, question: Question, right: bool) -> Sample:
         """Return a rollout for a question, right throughout or poor.
 
         In a right one, each search names the next entity of the chain.
@@ -210,15 +210,15 @@ class Demonstrator:
         count = len(question.path) if right else self.rng.choices(*zip(*NUM_SEARCHES.items(), strict=True))[0]
         seen: dict[str, Entity] = {}
         for turn in range(count):
-            query, note = (question.path[turn], "") if right else self.query(question, turn, seen)
+            query, note = (question.path[turn], "") if right else self.draw_query(question, turn, seen)
             documents = self.retriever.search(query, self.topk)
             shown = self.wording.observation(documents)
             sample += [(f"{note}<search> {query}</search>", True), (shown, False)]
             seen |= {entity.name: entity for entity in documents}
-        answer = question.answer if right else self.answer(question, seen)
+        answer = question.answer if right else self.draw_answer(question, seen)
         return [*sample, (f"<answer> {answer}</answer>{END_TOKEN}", True)]
 
-    def query(self, question: Question, turn: int, seen: dict[str, Entity]) -> tuple[str, str]:
+    def draw_query(self, question: Question, turn: int, seen: dict[str, Entity]) -> tuple[str, str]:
         """Return (query, note before it) of a poor student, drawn without looking at what is still needed."""
         draw = self.rng.random()
         words = question.text.rstrip("?").split()
@@ -236,7 +236,7 @@ class Demonstrator:
             return entity.facts[relation], note
         return _first_below(draw, [(0.6, question.path[0]), (0.85, fragment), (1.0, wrong)]), ""
 
-    def answer(self, question: Question, seen: dict[str, Entity]) -> str:
+    def draw_answer(self, question: Question, seen: dict[str, Entity]) -> str:
         """Return an answer of a poor student.
 
         It is the right one half of the time if it was found, else a value of the documents or the world.

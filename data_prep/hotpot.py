@@ -47,7 +47,7 @@ class TitledPassage(NamedTuple):
     text: str
 
 
-class Titles:
+class TitleIndex:
     """The passages of a corpus, and the titles that texts name."""
 
     def __init__(self, corpus: Path) -> None:
@@ -55,11 +55,11 @@ class Titles:
         self.of_name: dict[str, list[TitledPassage]] = defaultdict(list)
         self.by_word: dict[str, list[str]] = defaultdict(list)  # first word -> names, the longest first
         for where, record in files.read_records(corpus):
-            contents = files.take(record, "contents", str, where)
+            contents = files.get_field(record, "contents", str, where)
             title, _, text = contents.partition("\n")
             title = title.strip().strip('"')
             name = re.sub(r"\s*\([^)]*\)$", "", title)
-            self.passages.append(TitledPassage(files.take(record, "id", str, where), title, name, text))
+            self.passages.append(TitledPassage(files.get_field(record, "id", str, where), title, name, text))
             self.of_name[name].append(self.passages[-1])
         for name in sorted(self.of_name, key=len, reverse=True):
             if word := _WORD.match(name):
@@ -81,7 +81,7 @@ class Titles:
         return list(dict.fromkeys(names))
 
 
-def gold_passages(titles: Titles, question: str, answer: str, kind: str) -> list[TitledPassage]:
+def gold_passages(titles: TitleIndex, question: str, answer: str, kind: str) -> list[TitledPassage]:
     """Return the two passages that a question of HotpotQA seems to be made of; [] if there are none."""
     words = set(_WORD.findall(question.lower()))
     named = titles.named(question)
@@ -103,12 +103,12 @@ def gold_passages(titles: Titles, question: str, answer: str, kind: str) -> list
     return max(pairs, key=shared, default=[])
 
 
-def hotpot_rows(titles: Titles, questions: Path, template: str) -> Iterator[dict[str, Any]]:
+def hotpot_rows(titles: TitleIndex, questions: Path, template: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each question whose passages are in the corpus, and print how many these are."""
     seen = Counter[str]()
     num_rows = Counter[str]()
     for where, record in files.read_records(questions):
-        texts = (files.take(record, key, str, where).strip() for key in ("question", "answer", "type"))
+        texts = (files.get_field(record, key, str, where).strip() for key in ("question", "answer", "type"))
         question, answer, kind = texts
         if kind not in TYPES or not question or not answer:
             raise ValueError(f"{where}: expected a question, an answer and one of the types {TYPES}")
@@ -125,7 +125,7 @@ def hotpot_rows(titles: Titles, questions: Path, template: str) -> Iterator[dict
     )
 
 
-def film_rows(titles: Titles, template: str) -> Iterator[dict[str, Any]]:
+def film_rows(titles: TitleIndex, template: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each film whose director is named once in the corpus, with a year of birth."""
     count = 0
     for film in titles.passages:
@@ -147,7 +147,7 @@ def convert(corpus: Path, questions: Path | None, out: Path, template: str) -> d
 
     Raises ValueError if there is no row.
     """
-    titles = Titles(corpus)
+    titles = TitleIndex(corpus)
     row_sets = {"test_films.parquet": list(film_rows(titles, template))}
     if questions is not None:
         row_sets["test_2hop.parquet"] = list(hotpot_rows(titles, questions, template))

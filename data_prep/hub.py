@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def _ask_hub(what: str, question: Callable[[Any], Any]) -> Any:
+def _call_hub(label: str, call: Callable[[Any], Any]) -> Any:
     """Return what a function of huggingface_hub returns, or None if the repository has no such file."""
     try:
         import huggingface_hub as hub
@@ -21,13 +21,13 @@ def _ask_hub(what: str, question: Callable[[Any], Any]) -> Any:
         missing_package = "huggingface_hub is not installed: pip install -c constraints.txt huggingface_hub"
         raise ValueError(missing_package) from None
     try:
-        return question(hub)
+        return call(hub)
     except Exception as error:  # its versions use different HTTP libraries, whose exceptions differ
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None  # the local error means that the file is not cached and the hub can't be reached
         reason = re.sub(r"\?\S*", "", " ".join(str(error).split()))  # a signed address lets anybody in
         raise ValueError(
-            f"{what} can't be had from the hub ({reason}); the same command goes on where this one was"
+            f"{label} can't be had from the hub ({reason}); the same command goes on where this one was"
         ) from None
 
 
@@ -43,14 +43,14 @@ def fetch_file(repository: str, path: str, folder: Path | None = None) -> Path |
         ValueError: the hub can't be reached or refuses.
     """
     kind: dict[str, Any] = {"repo_type": "dataset", "local_dir": folder}
-    file = _ask_hub(f"{path} of {repository}", lambda hub: hub.hf_hub_download(repository, path, **kind))
+    file = _call_hub(f"{path} of {repository}", lambda hub: hub.hf_hub_download(repository, path, **kind))
     return None if file is None else Path(file)
 
 
 def fetch_folder(repository: str, path: str, folder: Path) -> None:
     """Download a repository's folder `path`, as `folder`/`path`. Raises ValueError as `fetch_file` does."""
     # snapshot_download is not used, because it does not complain if the hub can't be reached.
-    listed = _ask_hub(
+    listed = _call_hub(
         f"{path}/ of {repository}", lambda hub: hub.list_repo_files(repository, repo_type="dataset")
     )
     names = [name for name in listed or () if name.startswith(f"{path}/")]
@@ -67,7 +67,7 @@ def fetch_model(name: str) -> Path:
     """
     kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
     excluded = ["consolidated*", "original/*"]  # the same weights in another form
-    folder = _ask_hub(
+    folder = _call_hub(
         name, lambda hub: hub.snapshot_download(name, allow_patterns=kinds, ignore_patterns=excluded)
     )
     if folder is None or not (Path(folder) / "config.json").is_file():

@@ -65,7 +65,7 @@ def fill_question(question: Question) -> str:
     return PROMPT.format(tables=", ".join(KINDS), question=text)
 
 
-def attempt(rng: random.Random, question: Question, right_share: float) -> list[str]:
+def student_turns(rng: random.Random, question: Question, right_share: float) -> list[str]:
     """Return what a poor student writes in each turn.
 
     Half of the time it first writes a query for the first hop, to look at its result. Then it writes a

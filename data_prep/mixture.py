@@ -68,17 +68,17 @@ def demonstrations(seed: int, count: int, folder: Path) -> Iterator[Sample]:
         question = student.question(rng.choice((1, 2)))
         if kind == "search":
             right = rng.random() < RIGHT_SEARCH
-            yield student.search(question, right=True) if right else student.draw(1.0)
+            yield student.search_demonstration(question, right=True) if right else student.draw(1.0)
         elif kind == "drill":
             yield arithmetic.drill(rng)
         elif kind == "sums":
             pair = arithmetic.draw_pair(rng, held_out=False)
             env = make("gsm8k_multi_turn", extras=arithmetic.make_row(pair))
-            turns = arithmetic.work_out(rng, pair, RIGHT_COLUMN)
+            turns = arithmetic.student_turns(rng, pair, RIGHT_COLUMN)
             yield play(env, arithmetic.fill_sum(pair), turns, END_TOKEN)
         else:
             env = make("text2sql", env_config=settings, extras=microworld_sql.make_row(question, DB_ID))
-            turns = microworld_sql.attempt(rng, question, RIGHT_QUERY)
+            turns = microworld_sql.student_turns(rng, question, RIGHT_QUERY)
             yield play(env, microworld_sql.fill_question(question), turns, "")
 
 

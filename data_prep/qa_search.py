@@ -89,8 +89,8 @@ def read_split(source: str, split: str, raw_dir: Path | None) -> list[dict[str, 
     identifiers: set[str] = set()
     num_without_answer = 0
     for where, record in files.read_records(path):
-        question = files.take(record, "question", str, where)
-        answers = accepted_answers(files.take(record, "golden_answers", object, where), where)
+        question = files.get_field(record, "question", str, where)
+        answers = accepted_answers(files.get_field(record, "golden_answers", object, where), where)
         if not question.strip():
             raise ValueError(f"{where}: the question is empty")
         if not answers:

@@ -150,18 +150,18 @@ def worked_examples(rows: list[dict[str, Any]], passages: Passages, count: int) 
     return "".join(sorted(shortest.values(), key=len)[:count])
 
 
-def write_rows(given: argparse.Namespace) -> dict[str, int]:
+def write_rows(options: argparse.Namespace) -> dict[str, int]:
     """Write the files, as the command's options say; return the number of rows of each.
 
     Raises ValueError for bad options or missing files.
     """
-    data = given.data
-    given.out = out = given.out or data  # the command prints where the files are
+    data = options.data
+    options.out = out = options.out or data  # the command prints where the files are
     for name in ("topk", "variants", "max_searches", "num_examples", "max_obs_length"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: give at least 1")
-    if not 0 <= given.good_queries <= 1:
-        raise ValueError(f"--good-queries {given.good_queries}: give a number from 0 to 1")
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    if not 0 <= options.good_queries <= 1:
+        raise ValueError(f"--good-queries {options.good_queries}: give a number from 0 to 1")
     if not (data / "val.parquet").is_file():
         raise ValueError(f"there is no {data / 'val.parquet'}: data_prep.squad --num-val 64 makes it")
 
@@ -171,27 +171,27 @@ def write_rows(given: argparse.Namespace) -> dict[str, int]:
 
     rows = {name: read_rows(str(data / f"{name}.parquet"), check) for name in ("train", "val", "test")}
     for row in rows["train"] + rows["val"]:
-        files.take(row["extra_info"], "gold_ids", list, f"{data}, {row.get('id')}, extra_info")
+        files.get_field(row["extra_info"], "gold_ids", list, f"{data}, {row.get('id')}, extra_info")
     codec = None
-    if given.tokenizer is not None:
-        tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
-        codec = Codec(tokenizer, AgentConfig(1, 1, 2, 1, given.max_obs_length))
-    passages = Passages(data / "corpus.jsonl", given.topk, codec)
-    rng = random.Random(f"real demonstrations {given.seed}")
+    if options.tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        codec = Codec(tokenizer, AgentConfig(1, 1, 2, 1, options.max_obs_length))
+    passages = Passages(data / "corpus.jsonl", options.topk, codec)
+    rng = random.Random(f"real demonstrations {options.seed}")
     written = {}
     for name in ("val", "train"):  # to train_sft.sh the file written last is the sign that both exist
         sft_rows = []
         for row in rows[name]:
             seen: list[list[Turn]] = [[]]
-            for _ in range(given.variants if name == "train" else 1):
-                turns = demonstrate(row, passages, given.max_searches, given.good_queries, rng)
+            for _ in range(options.variants if name == "train" else 1):
+                turns = demonstrate(row, passages, options.max_searches, options.good_queries, rng)
                 if turns not in seen:
                     seen.append(turns)
                     demonstration = {"question": row["question"], "answer": row["golden_answers"][0]}
                     demonstration["segments"] = as_segments(row, turns, passages)
                     sft_rows.append(demonstration | {"searches": len(turns)})
         written[f"sft_{name}.parquet"] = files.write_parquet(out / f"sft_{name}.parquet", sft_rows)
-    examples = worked_examples(rows["train"], passages, given.num_examples)
+    examples = worked_examples(rows["train"], passages, options.num_examples)
     for row in rows["test"]:
         row["prompt"][0]["content"] = examples + row["prompt"][0]["content"]
     path = out / "test_fewshot.parquet"

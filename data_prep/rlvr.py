@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 
 from data_prep.files import PARQUET_ROWS, describe, read_records, run_command
 from verl.config import load_config
-from verl.utils.dataset.mixture import verifier
+from verl.utils.dataset.mixture import verifier_entry
 from verl.verifiers.base import Sample, VerifierSettings, parsed
 from verl.verifiers.registry import Assigned, Verifiers, assigned_verifiers, check_name
 from verl.verifiers.text import as_labels
@@ -43,7 +43,8 @@ FORMATS = {  # the columns of the prompt, and those of the answer of rows that g
     "verifiers": (("prompt", "question"), ("answer",)),
     "trl": (("prompt",), ("solution", "answer", "ground_truth")),
 }
-_GOLD = {  # how an answer is written for a verifier; verifiers whose label is no answer are left out
+# How an answer is written for a verifier. Verifiers whose label is no answer are left out.
+_GOLD_TEMPLATES = {
     "gsm8k": "The answer is {}",
     "flan": "The answer is: {}",
     **dict.fromkeys(("math", "strict_math"), "\\boxed{{{}}}"),
@@ -104,8 +105,8 @@ def convert(options: argparse.Namespace) -> int:
                     name = entry["name"]
                     label = entry["label"]
                     gold = solution
-                    if gold is None and name in _GOLD:
-                        gold = _GOLD[name].format((as_labels(label) or [label])[0])
+                    if gold is None and name in _GOLD_TEMPLATES:
+                        gold = _GOLD_TEMPLATES[name].format((as_labels(label) or [label])[0])
                     if gold is not None:
                         requests.append((where, Sample(gold, label, query), Assigned(name, label)))
                 tally["without answer"] += len(requests) == num_before
@@ -169,7 +170,7 @@ def _read(record: Any, options: argparse.Namespace) -> tuple[list[Any], str | No
         is_solved = len(messages) > 1 and messages[-1]["role"] == "assistant"
         solution = messages.pop()["content"] if is_solved else None
         spec = {"verifier": record.get("dataset"), "ground_truth": record.get("ground_truth")}
-        entries = [verifier(assigned.name, assigned.label) for assigned in assigned_verifiers(spec)]
+        entries = [verifier_entry(assigned.name, assigned.label) for assigned in assigned_verifiers(spec)]
         if not entries:
             raise ValueError(f"no verifier in 'dataset'; its keys are {sorted(record)}")
         tools = record.get("tools")
@@ -181,7 +182,7 @@ def _read(record: Any, options: argparse.Namespace) -> tuple[list[Any], str | No
     answer_values = [record[column] for column in answers if record.get(column) is not None]
     if not answer_values:
         raise ValueError(f"no {' or '.join(answers)}; its keys are {sorted(record)}")
-    return messages, None, [verifier(options.verifier, answer_values[0])], parsed(record.get("info"))
+    return messages, None, [verifier_entry(options.verifier, answer_values[0])], parsed(record.get("info"))
 
 
 def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
@@ -194,26 +195,26 @@ def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise ValueError(f"expected an object in verification_info, found {describe(info)}")
     if "ground_truth" in info:
-        return verifier("math", info["ground_truth"])
+        return verifier_entry("math", info["ground_truth"])
     calls = None
     stdio = None
     try:
         cases = info.get("test_cases") or []
         if "test_case_inputs" in info:
             pairs = zip(info["test_case_inputs"], info["test_case_outputs"], strict=True)
-            calls = [_assert(info["fn_name"], arguments, result) for arguments, result in pairs]
+            calls = [_assert_line(info["fn_name"], arguments, result) for arguments, result in pairs]
         elif info.get("language", "python") == "python":
             kinds = {case["type"] for case in cases}
             if kinds == {"stdin_stdout"}:
                 stdio = [{"input": case["input"], "output": case["output"]} for case in cases]
             elif kinds == {"function_call"}:
-                calls = [_assert(case["fn_name"], case["input"], case["output"]) for case in cases]
+                calls = [_assert_line(case["fn_name"], case["input"], case["output"]) for case in cases]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"test cases that can't be read ({error!r}): {describe(info)}") from None
     if calls or stdio:
-        return verifier("code", calls) if calls else verifier("code_stdio", stdio)
+        return verifier_entry("code", calls) if calls else verifier_entry("code_stdio", stdio)
     if "judging_instructions" in info and record.get("gold_standard_solution"):
-        return verifier("general-quality_ref", record["gold_standard_solution"])
+        return verifier_entry("general-quality_ref", record["gold_standard_solution"])
     raise ValueError(
         f"can't be verified: task_type {record.get('task_type')!r}, verification_info "
         f"{describe(info)}; expected ground_truth, Python test cases of one type, or judging_instructions "
@@ -221,20 +222,20 @@ def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _assert(function: str, given: Any, wanted: Any) -> str:
+def _assert_line(function: str, arguments: Any, expected: Any) -> str:
     """Return a test of a call.
 
-    `given` are the arguments (a list), as they are or as text. `wanted` is the value, or a list with the
+    `arguments` is the list of arguments, as it is or as text. `expected` is the value, or a list with the
     value in it, as APPS writes it.
     """
     values = []
-    for value in (given, wanted):
+    for value in (arguments, expected):
         try:
             values.append(parsed(value))
         except ValueError:
             values.append(value)  # plain text is itself an argument
-    arguments = values[0] if isinstance(values[0], list) else [values[0]]
-    call = f"{function}({', '.join(map(repr, arguments))})"
+    argument_list = values[0] if isinstance(values[0], list) else [values[0]]
+    call = f"{function}({', '.join(map(repr, argument_list))})"
     if isinstance(values[1], list) and len(values[1]) == 1:
         return f"assert {call} in ({values[1]!r}, {values[1][0]!r})"
     return f"assert {call} == {values[1]!r}"

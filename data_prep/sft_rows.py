@@ -45,7 +45,8 @@ def demonstrations(seed: int, count: int, right_share: float) -> Iterator[dict[s
         question = student.question(2 if rng.random() < SHARE_OF_2_HOPS else 1)
         right = rng.random() < right_share
         pieces = [
-            (text.removesuffix(END_TOKEN), trained) for text, trained in student.search(question, right)
+            (text.removesuffix(END_TOKEN), trained)
+            for text, trained in student.search_demonstration(question, right)
         ]
         segments = [{"text": text, "trained": trained} for text, trained in pieces]
         question_fields = {"question": question.text, "answer": question.answer, "hops": len(question.path)}

@@ -51,24 +51,26 @@ def add_passage(passages: Passages, title: str, text: str) -> int:
 def read_squad(path: Path, passages: Passages) -> list[PassageQuestion]:
     """Read the questions of a SQuAD file and add its paragraphs; underscores in titles become spaces."""
     questions = []
-    for a, article in enumerate(files.take(files.read_json(path), "data", list, str(path))):
+    for a, article in enumerate(files.get_field(files.read_json(path), "data", list, str(path))):
         where = f"{path}, data[{a}]"
-        title = files.take(article, "title", str, where).replace("_", " ")
-        for p, paragraph in enumerate(files.take(article, "paragraphs", list, where)):
+        title = files.get_field(article, "title", str, where).replace("_", " ")
+        for p, paragraph in enumerate(files.get_field(article, "paragraphs", list, where)):
             paragraph_place = f"{where}.paragraphs[{p}]"
-            passage = add_passage(passages, title, files.take(paragraph, "context", str, paragraph_place))
-            for q, entry in enumerate(files.take(paragraph, "qas", list, paragraph_place)):
+            passage = add_passage(
+                passages, title, files.get_field(paragraph, "context", str, paragraph_place)
+            )
+            for q, entry in enumerate(files.get_field(paragraph, "qas", list, paragraph_place)):
                 question_place = f"{paragraph_place}.qas[{q}]"
-                question = files.take(entry, "question", str, question_place)
+                question = files.get_field(entry, "question", str, question_place)
                 if not question.strip():
                     raise ValueError(f"{question_place}: the question is empty")
                 answer_entries = (
-                    files.take(entry, "answers", list, question_place)
+                    files.get_field(entry, "answers", list, question_place)
                     if not entry.get("is_impossible")
                     else []
                 )
                 texts = [
-                    files.take(a, "text", str, f"{question_place}.answers[{k}]")
+                    files.get_field(a, "text", str, f"{question_place}.answers[{k}]")
                     for k, a in enumerate(answer_entries)
                 ]
                 answers = list(dict.fromkeys(filter(None, map(str.strip, texts))))
@@ -130,8 +132,8 @@ def convert(
     read = [question for path in squad for question in read_squad(path, corpus_ids)]
     for path in passages:
         for where, record in files.read_records(path):
-            title = files.take(record, "title", str, where)
-            text = files.take(record, "text", str, where)
+            title = files.get_field(record, "title", str, where)
+            text = files.get_field(record, "text", str, where)
             if not text.strip():
                 raise ValueError(f"{where}: the text is empty (title {title!r})")
             add_passage(corpus_ids, title, text)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import files, prompts
-from verl.utils.announcing import announced
+from verl.utils.announcing import announce
 
 PROMPTS = (prompts.SEARCH_PROMPT, prompts.NO_SEARCH_PROMPT, prompts.RAG_PROMPT, prompts.MICROWORLD_PROMPT)
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
@@ -195,7 +195,7 @@ def trim(source: Path, paths: list[Path], keep: int | None, out: Path) -> None:
             raise ValueError(f"--texts: {path}: expected a .txt, .json, .jsonl or .parquet file")
     if out.exists():
         raise ValueError(f"--out: {out} is there already; remove it, or name another folder")
-    with announced(f"loading {source}"):
+    with announce(f"loading {source}"):
         original = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
     tokenizer = json.loads(original.backend_tokenizer.to_str())
@@ -212,7 +212,7 @@ def trim(source: Path, paths: list[Path], keep: int | None, out: Path) -> None:
     }
     found_ids = [v for config in configs.values() for key, v in config.items() if ID_KEYS.search(key)]
     named |= {i for v in found_ids for i in (v if isinstance(v, list) else [v]) if type(i) is int}
-    with announced("counting the words of the texts"):
+    with announce("counting the words of the texts"):
         words = (ids for _, ids in encoded(original, chain(PROMPTS, read_texts(paths))))
         counts = Counter(chain.from_iterable(words))
         ids = choose(tokenizer, counts, named & set(original.get_vocab().values()), keep)
@@ -221,7 +221,7 @@ def trim(source: Path, paths: list[Path], keep: int | None, out: Path) -> None:
     partial.mkdir(parents=True)
     words = (ids for _, ids in encoded(original, chain(read_texts(paths), PROMPTS)))
     sample = torch.tensor([[*original("").input_ids[:1], *islice(chain.from_iterable(words), 127)]])
-    with announced("trimming the model"), torch.no_grad():
+    with announce("trimming the model"), torch.no_grad():
         before = model(sample).logits[..., list(ids)].double().log_softmax(-1)
         trim_weights(model, ids)
         after = model(sample.apply_(ids.__getitem__)).logits.double().log_softmax(-1)
@@ -243,7 +243,7 @@ def trim(source: Path, paths: list[Path], keep: int | None, out: Path) -> None:
     for path in source.iterdir():  # terms and notices, a chat template
         if path.suffix in (".html", ".md", ".jinja") or path.stem.upper() in ("LICENSE", "NOTICE"):
             shutil.copy(path, partial)
-    with announced("checking the texts"):
+    with announce("checking the texts"):
         small = AutoTokenizer.from_pretrained(partial)
         num_texts = 0
         num_differing = 0

@@ -184,7 +184,7 @@ def check_cpu_is_counted(client: httpx.Client, meter: CpuMeter) -> None:
         raise RuntimeError(f"a program that burned 1 s of CPU shows as {shown:.2f} s")
 
 
-def their_command(repository: Path, folder: str) -> list[str]:
+def open_instruct_command(repository: Path, folder: str) -> list[str]:
     """Write open_instruct/code_utils of HEAD to `folder`; return the command that serves it.
 
     The server runs in a bubblewrap.
@@ -221,7 +221,7 @@ def main() -> None:
     if options.programs < max(options.clients):
         parser.error(f"expected --programs of {max(options.clients)} at least, one for each client")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        commands = {"Open-Instruct": their_command(options.open_instruct, folder), "ours": OURS}
+        commands = {"Open-Instruct": open_instruct_command(options.open_instruct, folder), "ours": OURS}
         servers = {}
         for number, (name, command) in enumerate(commands.items()):
             meter = CpuMeter(str(number))

@@ -130,10 +130,14 @@ def run(command: list[str], records: Path, steps: int) -> tuple[list[float], lis
     return cpu_seconds, read_lines(records)[:steps]
 
 
-def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], warm_up: int, each: int) -> str:
+def table(
+    runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]],
+    warm_up: int,
+    trajectories_per_step: int,
+) -> str:
     """Return medians over the rounds in Markdown; the figures of a token are means.
 
-    `each` is the number of trajectories of a step.
+    `trajectories_per_step` is the number of trajectories of a step.
     """
     lines = ["| contender | CPU s per step | times ours | sampled tokens each | context tokens each "]
     lines[0] += "| CPU ms per context token | times ours |"
@@ -146,10 +150,10 @@ def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], war
             for row in rows:
                 row["sampled_tokens"] = row["response_length/mean"]
                 row["context_tokens"] = row["sampled_tokens"] + row["prompt_length/mean"]
-                row["context_tokens"] += row["state_tokens/total"] / each
+                row["context_tokens"] += row["state_tokens/total"] / trajectories_per_step
         sampled, context = (mean(row[key] for row in rows) for key in ("sampled_tokens", "context_tokens"))
         cost = median(costs)
-        token = 1000 * mean(costs) / each / context
+        token = 1000 * mean(costs) / trajectories_per_step / context
         ours = ours or (cost, token)
         lines.append(
             f"| {name} | {cost:.2f} ({min(costs):.2f} to {max(costs):.2f}) | {cost / ours[0]:.2f} "

@@ -201,13 +201,13 @@ def process(connection: Connection, work: Work, settings: Sequence[str], variabl
 # -------------------------------------------------------------------------------------------- the measurement
 
 
-def held(pids: Sequence[int], *fields: str) -> int:
+def memory_bytes(pids: Sequence[int], *fields: str) -> int:
     """Return the bytes in these fields of the kernel's status of the processes, added up."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in fields)
 
 
-def measured(work: Work, settings: Sequence[str], num_processes: int) -> dict[str, tuple[int, int]]:
+def measure_phases(work: Work, settings: Sequence[str], num_processes: int) -> dict[str, tuple[int, int]]:
     """Measure the memory of each phase over all processes.
 
     Returns:
@@ -232,21 +232,21 @@ def measured(work: Work, settings: Sequence[str], num_processes: int) -> dict[st
         connections.append(parent_end)
         pids.append(int(worker.pid or 0))
     phase = [connection.recv() for connection in connections][0]
-    most_bytes = {"": (held(pids, "VmRSS"), held(pids, "RssAnon"))}
+    most_bytes = {"": (memory_bytes(pids, "VmRSS"), memory_bytes(pids, "RssAnon"))}
     while phase:
         for pid, connection in zip(pids, connections, strict=True):
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the kernel's mark
             connection.send("")
         most_anonymous = 0
         while not all(connection.poll(0.005) for connection in connections):
-            most_anonymous = max(most_anonymous, held(pids, "RssAnon", "RssShmem"))
+            most_anonymous = max(most_anonymous, memory_bytes(pids, "RssAnon", "RssShmem"))
         before = most_bytes.get(phase, (0, 0))
-        most_bytes[phase] = max(before[0], held(pids, "VmHWM")), max(before[1], most_anonymous)
+        most_bytes[phase] = max(before[0], memory_bytes(pids, "VmHWM")), max(before[1], most_anonymous)
         phase = [connection.recv() for connection in connections][0]
     return most_bytes
 
 
-def planned(settings: Sequence[str]) -> dict[str, int]:
+def plan_phases(settings: Sequence[str]) -> dict[str, int]:
     """Return the bytes of each phase by the plan."""
     config = load_config(list(settings))
     plan = Plan(config, Hardware.of(config))
@@ -268,8 +268,8 @@ def main() -> None:
         for num_processes in options.processes:
             for more in options.settings:
                 settings = work.settings(folder, num_processes, more.split())
-                plan = planned(settings)
-                bytes_of = measured(work, settings, num_processes)
+                plan = plan_phases(settings)
+                bytes_of = measure_phases(work, settings, num_processes)
                 cells = [
                     f"{bytes_of[p][0] / GIB:.2f} ({plan[p] / bytes_of[p][0]:.3f}); {bytes_of[p][1] / GIB:.2f}"
                     if p in bytes_of and p in plan

@@ -100,7 +100,7 @@ class Contender:
                 rates.append(2 * rows * sum(w.numel() for _, w in pairs) / (self.now() - start))
         return max(rates)
 
-    def needed(self, batch: DataProto) -> float:
+    def needed_operations(self, batch: DataProto) -> float:
         """Return the operations of a forward pass over the distinct tokens.
 
         Of the last layer only the tokens that predict another one count.
@@ -181,19 +181,19 @@ class Contender:
         times.append(self.now())
         sync, rollout, forward, update = (b - a for a, b in zip(times, times[1:], strict=False))
         rate = self.products()
-        needed = self.needed(batch)
+        needed_operations = self.needed_operations(batch)
         sampled = batch.tensors["response_mask"].bool()
         off = (log_probs - batch.tensors["rollout_log_probs"])[sampled].abs()
         seconds = {"rollout": rollout, "log-probs": forward, "update": update, "weights to the rollout": sync}
         shares = {"rollout": 1, "log-probs": 1, "update": 3}
         self.figures["products, GFLOP/s"].append(rate / 1e9)
-        self.figures["needed forward, TFLOP"].append(needed / 1e12)
+        self.figures["needed forward, TFLOP"].append(needed_operations / 1e12)
         self.figures["log-prob off, mean"].append(float(off.mean()))
         self.figures["log-prob off, most"].append(float(off.max()))
         for part, value in seconds.items():
             self.figures[part].append(value)
         for part, times_forward in shares.items():
-            self.figures[f"{part}: share"].append(times_forward * needed / seconds[part] / rate)
+            self.figures[f"{part}: share"].append(times_forward * needed_operations / seconds[part] / rate)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ RUN_NAME = f"golden-{os.getpid()}"
 NOT_REPEATABLE = ("timing_", "perf/", "rollout/seconds", "rollout/tokens_per_second", "retrieval/")
 NOT_REPEATABLE += ("trainer/num_restarts", "train/f1", "val/greedy/f1", "val/sampled/f1")  # F1 is new
 # Environment variables of the user that these runs must not see begin with one of these.
-USERS = ("VERL__", "BASE_MODEL", "RETRIEVER_URL", "RAY_ADDRESS", "CONDA_PREFIX")
+HIDDEN_PREFIXES = ("VERL__", "BASE_MODEL", "RETRIEVER_URL", "RAY_ADDRESS", "CONDA_PREFIX")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ class Checkout:
     ) -> None:
         """Run the command to its end, or with `kill` until SIGKILL: folder, pattern, and seconds after it."""
         python = Path(sys.executable).absolute()
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(USERS)} | {
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(HIDDEN_PREFIXES)
+        } | {
             "VIRTUAL_ENV": str(python.parent.parent),
             "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(self.root),

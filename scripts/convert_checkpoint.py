@@ -51,7 +51,7 @@ WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json")
 PARTS = ("actor", "critic", "worker")
 RUN_CONFIG = "config.yaml"
 # The settings of a run that infer.py uses, by block. The others may hold addresses and passwords.
-ASKING_KEYS = {
+INFERENCE_KEYS = {
     "": "max_turns",
     "retriever": "topk",
     "data": "max_start_length max_prompt_length max_response_length max_obs_length",
@@ -129,22 +129,22 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
         if (source / "generation_config.json").is_file():
             model.generation_config = type(model.generation_config).from_pretrained(source)
         write_hf_weights(model, tensor_names(model), model_folder / "dcp", out)
-    write_asking_settings(model_folder, out)
+    write_inference_settings(model_folder, out)
 
 
-def write_asking_settings(part: Path, out: Path) -> None:
-    """Write OUT/config.yaml with the run's ASKING_KEYS, if the checkpoint is in its run's folder."""
+def write_inference_settings(part: Path, out: Path) -> None:
+    """Write OUT/config.yaml with the run's INFERENCE_KEYS, if the checkpoint is in its run's folder."""
     step = part.absolute().parent
     if not re.fullmatch(r"global_step_\d+", step.name) or not (step.parent / RUN_CONFIG).is_file():
         return
     run = yaml.safe_load((step.parent / RUN_CONFIG).read_text(encoding="utf-8"))
-    blocks = {block: run if block == "" else run.get(block, {}) for block in ASKING_KEYS}
-    asking_settings = {
+    blocks = {block: run if block == "" else run.get(block, {}) for block in INFERENCE_KEYS}
+    inference_settings = {
         block: {name: blocks[block][name] for name in names.split() if name in blocks[block]}
-        for block, names in ASKING_KEYS.items()
+        for block, names in INFERENCE_KEYS.items()
     }
-    settings = asking_settings.pop("") | {
-        block: values for block, values in asking_settings.items() if values
+    settings = inference_settings.pop("") | {
+        block: values for block, values in inference_settings.items() if values
     }
     if settings:  # supervised runs have other settings
         (out / RUN_CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")

@@ -50,43 +50,45 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from scripts.bench.acceptance import QWEN, Line, Place, report  # noqa: E402
+from scripts.bench.acceptance import QWEN, Measurement, Setup, report  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT  # noqa: E402
 
 LIMIT_S = 1800  # seconds of one check
 TOKENS = 16384  # tokens of an update's pass
 
 
-def contender(place: Place, name: str = "bf16", shape: str | None = None, *settings: str) -> Any:
+def contender(setup: Setup, name: str = "bf16", shape: str | None = None, *settings: str) -> Any:
     from scripts.bench_model_step import Contender
 
     block = "actor_rollout_ref.actor"
     common = ["actor_rollout_ref.model.enable_gradient_checkpointing=true", f"{block}.use_dynamic_bsz=true"]
     common += [f"{block}.ppo_max_token_len_per_gpu={TOKENS}", "algorithm.kl_ctrl.kl_coef=0", *settings]
     return Contender(
-        str(place.model(shape)), name, place.device, 16 if place.device == "cpu" else 256, common
+        str(setup.model(shape)), name, setup.device, 16 if setup.device == "cpu" else 256, common
     )
 
 
-def machine(place: Place) -> Iterator[Line]:
-    size = 256 if place.device == "cpu" else 8192
-    x = torch.randn(size, size, device=place.device).bfloat16()
+def machine(setup: Setup) -> Iterator[Measurement]:
+    size = 256 if setup.device == "cpu" else 8192
+    x = torch.randn(size, size, device=setup.device).bfloat16()
     seconds = []
     for _ in range(13):
         start = time.perf_counter()
         x @ x
-        if place.device == "cuda":
+        if setup.device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    yield Line(f"bf16 products of {size} x {size}", 2 * size**3 / median(seconds[3:]) / 1e12, "TFLOP/s")
+    yield Measurement(
+        f"bf16 products of {size} x {size}", 2 * size**3 / median(seconds[3:]) / 1e12, "TFLOP/s"
+    )
 
 
-def step(place: Place) -> Iterator[Line]:
+def step(setup: Setup) -> Iterator[Measurement]:
     from verl.config import load_config
     from verl.preflight.plan import Hardware, Plan
 
-    on_cuda = place.device == "cuda"
-    rows = 256 if place.device == "cuda" else 16
+    on_cuda = setup.device == "cuda"
+    rows = 256 if setup.device == "cuda" else 16
 
     def planned(*settings: str) -> float:  # GiB that the plan has for the actor's update
         config = load_config([*model.settings, *settings])
@@ -102,49 +104,51 @@ def step(place: Place) -> Iterator[Line]:
         start = model.now()
         model.actor.update_policy(batch)
         seconds = model.now() - start
-        share = 3 * model.needed(batch) / seconds / model.products()
+        share = 3 * model.needed_operations(batch) / seconds / model.products()
         return seconds, share, torch.cuda.max_memory_allocated() / 2**30
 
-    model = contender(place)
+    model = contender(setup)
     model.round(0, rows)  # warms up, and compiles
     model.figures.clear()
-    for number in range(1 if place.quick else 3):
+    for number in range(1 if setup.quick else 3):
         model.round(1 + number, rows)
     figures = {name: median(values) for name, values in model.figures.items()}
-    yield place.line("log-probs apart, mean", figures["log-prob off, mean"])
-    yield place.line("log-probs apart, most", figures["log-prob off, most"])
-    yield from _beside_transformers(place, model)
-    yield Line("products", figures["products, GFLOP/s"] / 1e3, "TFLOP/s, shapes of the model's layers")
+    yield setup.measurement("log-probs apart, mean", figures["log-prob off, mean"])
+    yield setup.measurement("log-probs apart, most", figures["log-prob off, most"])
+    yield from _beside_transformers(setup, model)
+    yield Measurement("products", figures["products, GFLOP/s"] / 1e3, "TFLOP/s, shapes of the model's layers")
     for part in ("log-probs", "rollout"):
-        yield place.line(f"{part}, share of products", figures[f"{part}: share"], f"{figures[part]:.2f} s")
-    yield Line("decode", rows * 60 / figures["rollout: decode"], f"tokens/s of {rows} sessions")
+        yield setup.measurement(
+            f"{part}, share of products", figures[f"{part}: share"], f"{figures[part]:.2f} s"
+        )
+    yield Measurement("decode", rows * 60 / figures["rollout: decode"], f"tokens/s of {rows} sessions")
     sync = figures["weights to the rollout"]
     seconds = figures["rollout"] + figures["log-probs"] + figures["update"] + sync
-    yield place.line("weight sync, share of a step", sync / seconds, f"{sync:.4f} s of {seconds:.2f}")
+    yield setup.measurement("weight sync, share of a step", sync / seconds, f"{sync:.4f} s of {seconds:.2f}")
     share = figures["update: share"]
     words = f"{figures['update']:.2f} s"
     if on_cuda:
         batch = model.trajectories(9, rows)
-        yield Line("sleep gives back", model.rollout.sleep() / 2**30, "GiB of KV cache")
-        yield Line("update, padded", rows / update(padded=True)[0], "trajectories/s")
+        yield Measurement("sleep gives back", model.rollout.sleep() / 2**30, "GiB of KV cache")
+        yield Measurement("update, padded", rows / update(padded=True)[0], "trajectories/s")
         seconds, share, peak = update(padded=False)
         words = f"{seconds:.2f} s, checkpointing"
-        yield Line("update, packed", rows / seconds, "trajectories/s")
-        yield place.line("update's memory, of the plan's", peak / planned(), f"{peak:.1f} GiB")
+        yield Measurement("update, packed", rows / seconds, "trajectories/s")
+        yield setup.measurement("update's memory, of the plan's", peak / planned(), f"{peak:.1f} GiB")
         without = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         if planned(without) < 0.9 * torch.cuda.mem_get_info()[1] / 2**30:
-            yield Line("update with checkpointing, share", share, words)
+            yield Measurement("update with checkpointing, share", share, words)
             del model
             gc.collect()  # its layers refer to themselves
             torch.cuda.empty_cache()
-            model = contender(place, "bf16", None, without)
+            model = contender(setup, "bf16", None, without)
             model.rollout.sleep()
             seconds, share, peak = update(padded=False)
             words = f"{seconds:.2f} s, {peak:.1f} of {planned():.1f} GiB, no checkpointing"
-    yield place.line("update, share of products", share, words)
+    yield setup.measurement("update, share of products", share, words)
 
 
-def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
+def _beside_transformers(setup: Setup, model: Any) -> Iterator[Measurement]:
     """Measure how far transformers' log-probs of some trajectories, in both types, are from the trainer's."""
     from transformers import AutoModelForCausalLM
 
@@ -155,7 +159,7 @@ def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
     width = batch.tensors["response_mask"].shape[1]
     trained = compute_log_prob(model.trainer, batch, model.limits, 1.0)
     for name, dtype in (("transformers", model.dtype), ("transformers in float32", torch.float32)):
-        plain = AutoModelForCausalLM.from_pretrained(place.model(), dtype=dtype).to(model.device)
+        plain = AutoModelForCausalLM.from_pretrained(setup.model(), dtype=dtype).to(model.device)
         differences = []
         with torch.inference_mode():
             for row, row_trained in zip(ids, trained, strict=True):
@@ -164,18 +168,18 @@ def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
                 differences.append((log_probs - row_trained)[row_trained != 0].abs())
         del plain
         most = f"mean; most {float(torch.cat(differences).max()):.3f}: beside the trainer"
-        yield Line(f"log-probs apart, {name}", float(torch.cat(differences).mean()), most)
+        yield Measurement(f"log-probs apart, {name}", float(torch.cat(differences).mean()), most)
 
 
-def greedy(place: Place) -> Iterator[Line]:
+def greedy(setup: Setup) -> Iterator[Measurement]:
     """Check greedy tokens in float32 where the two best logits are not closer than rounding."""
     from transformers import AutoModelForCausalLM
 
     from verl.workers.rollout.base import SamplingParams
 
-    model = contender(place, "fp32", "0.5b")
+    model = contender(setup, "fp32", "0.5b")
     model.rollout.load_weights(model.trainer.weights(), 1)
-    plain = AutoModelForCausalLM.from_pretrained(place.model("0.5b"), dtype=torch.float32).to(place.device)
+    plain = AutoModelForCausalLM.from_pretrained(setup.model("0.5b"), dtype=torch.float32).to(setup.device)
     generator = torch.Generator().manual_seed(0)
     count = 8
     length = 32
@@ -188,14 +192,14 @@ def greedy(place: Place) -> Iterator[Line]:
     while model.rollout.has_runnable:
         for completion in model.rollout.step():
             ids = torch.tensor(
-                [[*sessions[completion.session_id], *completion.token_ids]], device=place.device
+                [[*sessions[completion.session_id], *completion.token_ids]], device=setup.device
             )
             with torch.inference_mode():
                 logits = plain(ids).logits[0, -length - 1 : -1]
             chosen = logits.gather(1, ids[0, -length:, None])[:, 0]
             equal += int((logits.max(1).values - chosen <= 1e-4).sum())
             total += length
-    yield place.line("greedy tokens equal", equal / total, f"of {total}")
+    yield setup.measurement("greedy tokens equal", equal / total, f"of {total}")
 
 
 def _fixed_batches(model: Any) -> None:
@@ -214,129 +218,131 @@ def _differing(a: Any, b: Any) -> float:
     return float(sum(int((x != y).sum()) for (_, x), (_, y) in zip(a, b, strict=True)))
 
 
-def resume(place: Place) -> Iterator[Line]:
+def resume(setup: Setup) -> Iterator[Measurement]:
     torch.use_deterministic_algorithms(True)
-    model = contender(place, "bf16", "0.5b")
+    model = contender(setup, "bf16", "0.5b")
     _fixed_batches(model)
     _update(model, 0, 1)
-    with tempfile.TemporaryDirectory(dir=place.work) as folder:
+    with tempfile.TemporaryDirectory(dir=setup.work) as folder:
         start = time.perf_counter()
         model.trainer.snapshot(folder).write()
         seconds = time.perf_counter() - start
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        yield Line("checkpoint", size / 2**30 / seconds, f"GiB/s, {size / 2**30:.2f} GiB")
+        yield Measurement("checkpoint", size / 2**30 / seconds, f"GiB/s, {size / 2**30:.2f} GiB")
         ended = []
         for _ in range(2):
             model.trainer.load(folder)
             _update(model, 2, 3)
             ended.append([(name, tensor.detach().clone()) for name, tensor in model.trainer.weights()])
-        yield place.line("values that differ after resuming", _differing(*ended))
+        yield setup.measurement("values that differ after resuming", _differing(*ended))
 
 
-def offload(place: Place) -> Iterator[Line]:
+def offload(setup: Setup) -> Iterator[Measurement]:
     torch.use_deterministic_algorithms(True)
     ended = list[Any]()
     batch_of = None
     for offloads in ("false", "true"):
         fsdp = "actor_rollout_ref.actor.fsdp_config"
         settings = [f"{fsdp}.param_offload={offloads}", f"{fsdp}.optimizer_offload={offloads}"]
-        model = contender(place, "bf16", "0.5b", *settings)
+        model = contender(setup, "bf16", "0.5b", *settings)
         if batch_of is None:
             _fixed_batches(model)
             batch_of = model.batch_of
         model.batch_of = batch_of
         with model.trainer.loaded(optimizer=True):
             _update(model, 0, 1)
-        held = torch.cuda.memory_allocated() / 2**30 if place.device == "cuda" else 0.0
-        yield Line(f"held between updates, offload {offloads}", held, "GiB")
+        held = torch.cuda.memory_allocated() / 2**30 if setup.device == "cuda" else 0.0
+        yield Measurement(f"held between updates, offload {offloads}", held, "GiB")
         with model.trainer.loaded():
             ended.append([(name, tensor.detach().cpu().clone()) for name, tensor in model.trainer.weights()])
         del model
-    yield place.line("values that differ with offloading", _differing(*ended))
+    yield setup.measurement("values that differ with offloading", _differing(*ended))
 
 
-def dense(place: Place) -> Iterator[Line]:
+def dense(setup: Setup) -> Iterator[Measurement]:
     from search_r1.search.dense.scan import VectorScan
 
-    if place.device == "cpu":
+    if setup.device == "cpu":
         count = 20_000
     else:
-        count = 10**6 if place.quick else 21 * 10**6
+        count = 10**6 if setup.quick else 21 * 10**6
     width = 768
-    if place.device == "cuda":
+    if setup.device == "cuda":
         count = min(count, int(torch.cuda.mem_get_info()[0] * 0.8) // (2 * width))
-    generator = torch.Generator(place.device).manual_seed(0)
-    vectors = torch.empty(count, width, dtype=torch.float16, device=place.device)
+    generator = torch.Generator(setup.device).manual_seed(0)
+    vectors = torch.empty(count, width, dtype=torch.float16, device=setup.device)
     for block in vectors.split(2**20):
         block.normal_(generator=generator)
     planted = torch.randint(count, (512,), generator=torch.Generator().manual_seed(1))
-    queries = vectors[planted.to(place.device)].float().cpu().numpy()
-    scan = VectorScan([vectors if place.device == "cuda" else vectors.float()])
+    queries = vectors[planted.to(setup.device)].float().cpu().numpy()
+    scan = VectorScan([vectors if setup.device == "cuda" else vectors.float()])
     scan.search(queries[:8], 3)
     for size in (1, 64, 512):
         start = time.perf_counter()
         _, rows = scan.search(queries[:size], 3)
         seconds = time.perf_counter() - start
-        yield Line(f"exact search, {size} at once", size / seconds, f"queries/s over {count:,} x {width}")
-    yield place.line("planted vectors found", float(np.mean(rows[:, 0] == planted.numpy())))
+        yield Measurement(
+            f"exact search, {size} at once", size / seconds, f"queries/s over {count:,} x {width}"
+        )
+    yield setup.measurement("planted vectors found", float(np.mean(rows[:, 0] == planted.numpy())))
 
 
-def microworld(place: Place) -> Iterator[Line]:
-    yield from _train(place, "microworld", "trainer.backend=local", "trainer.n_gpus_per_node=1")
+def microworld(setup: Setup) -> Iterator[Measurement]:
+    yield from _train(setup, "microworld", "trainer.backend=local", "trainer.n_gpus_per_node=1")
 
 
-def vllm(place: Place) -> Iterator[Line]:
+def vllm(setup: Setup) -> Iterator[Measurement]:
     if find_spec("vllm") is None:
-        yield Line("vllm", math.nan, "vLLM is not installed", "not run")
+        yield Measurement("vllm", math.nan, "vLLM is not installed", "not run")
         return
     from scripts.bench.vllm_checks import apart, decode
 
-    if place.device == "cuda":  # it comes first, because this process keeps some GPU memory afterwards
-        yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
-    yield from decode(place)
-    yield from apart(place)
+    if setup.device == "cuda":  # it comes first, because this process keeps some GPU memory afterwards
+        yield from _train(setup, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
+    yield from decode(setup)
+    yield from apart(setup)
 
 
-def layouts(place: Place) -> Iterator[Line]:
-    yield from _on_several(place, "FSDP2", "ray")
+def layouts(setup: Setup) -> Iterator[Measurement]:
+    yield from _on_several(setup, "FSDP2", "ray")
 
 
-def megatron(place: Place) -> Iterator[Line]:
+def megatron(setup: Setup) -> Iterator[Measurement]:
     block = "actor_rollout_ref.actor"
     cut = (f"{block}.strategy=megatron", f"{block}.megatron.tensor_model_parallel_size=2")
-    yield from _on_several(place, "Megatron, tensor 2", "megatron", *cut)
+    yield from _on_several(setup, "Megatron, tensor 2", "megatron", *cut)
 
 
-def split(place: Place) -> Iterator[Line]:
+def split(setup: Setup) -> Iterator[Measurement]:
     rollout = "actor_rollout_ref.rollout"
     settings = (f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=2")
-    yield from _on_several(place, "vLLM, split over 2", "vllm", *settings)
+    yield from _on_several(setup, "vLLM, split over 2", "vllm", *settings)
 
 
-def servers(place: Place) -> Iterator[Line]:
+def servers(setup: Setup) -> Iterator[Measurement]:
     rollout = "actor_rollout_ref.rollout"
     settings = (f"{rollout}.name=vllm", f"{rollout}.placement=apart", "trainer.n_gpus_per_node=1")
-    yield from _on_several(place, "vLLM, apart", "vllm", *settings)
+    yield from _on_several(setup, "vLLM, apart", "vllm", *settings)
 
 
-def _on_several(place: Place, name: str, package: str, *settings: str) -> Iterator[Line]:
+def _on_several(setup: Setup, name: str, package: str, *settings: str) -> Iterator[Measurement]:
     count = torch.cuda.device_count() // 2 * 2
     if count == 0 or find_spec(package) is None:
         reason = "one GPU, or none" if count == 0 else f"{package} is not installed"
-        yield Line(name, math.nan, reason, "not run")
+        yield Measurement(name, math.nan, reason, "not run")
         return
-    yield from _train(place, name, "trainer.backend=ray", f"trainer.n_gpus_per_node={count}", *settings)
+    yield from _train(setup, name, "trainer.backend=ray", f"trainer.n_gpus_per_node={count}", *settings)
 
 
-def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
+def _train(setup: Setup, name: str, *settings: str) -> Iterator[Measurement]:
     from scripts.bench.microworld_run import train_microworld
 
-    em, step_seconds, seconds = train_microworld(place.work, name, place.device, settings)
-    yield place.line(f"{name}, EM", em, f"{len(step_seconds)} steps in {seconds:.0f} s")
-    yield Line(f"{name}, a step", median(step_seconds), "s")
+    em, step_seconds, seconds = train_microworld(setup.work, name, setup.device, settings)
+    yield setup.measurement(f"{name}, EM", em, f"{len(step_seconds)} steps in {seconds:.0f} s")
+    yield Measurement(f"{name}, a step", median(step_seconds), "s")
 
 
-CHECKS: list[Callable[[Place], Iterator[Line]]]
+CHECKS: list[Callable[[Setup], Iterator[Measurement]]]
 CHECKS = [machine, step, greedy, resume, offload, dense, microworld]
 CHECKS += [vllm, layouts, megatron, split, servers]
 
@@ -352,15 +358,15 @@ def main() -> int:
     parser.add_argument("--in-process", metavar="CHECK", help=argparse.SUPPRESS)  # its lines go to stdout
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = Place(device, options.shape or ("0.5b" if options.quick else "3b"), options.quick, options.out)
+    setup = Setup(device, options.shape or ("0.5b" if options.quick else "3b"), options.quick, options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.in_process:
-        for line in CHECKS[names.index(options.in_process)](place):
+        for line in CHECKS[names.index(options.in_process)](setup):
             print(json.dumps(asdict(line)), flush=True)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting also stops the check under way
     file, page = (options.out / f"gpu_acceptance.{kind}" for kind in ("json", "md"))
-    name, shape = (torch.cuda.get_device_name(), place.shape) if device == "cuda" else ("CPU", "tiny")
+    name, shape = (torch.cuda.get_device_name(), setup.shape) if device == "cuda" else ("CPU", "tiny")
     head = f"{name}, torch {torch.__version__}, {'quick, ' * options.quick}shape {shape}"
     earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     # Figures that were measured on another machine, or with another shape, are dropped.
@@ -403,7 +409,7 @@ def run_check(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if status:
         words = log.read_text(errors="replace").strip().splitlines()[-1:]
         reason = f"ended with {status}: {' '.join(words)[:200]} ({log})"
-        check_lines.append(asdict(Line(name, math.nan, reason, "fail")))
+        check_lines.append(asdict(Measurement(name, math.nan, reason, "fail")))
     return check_lines
 
 

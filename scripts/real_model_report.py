@@ -97,7 +97,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> dict[str, An
     return {"title": title, "columns": columns, "rows": rows}
 
 
-def bounded(values: list[float] | None, sign: str = "") -> str:
+def format_interval(values: list[float] | None, sign: str = "") -> str:
     return "" if values is None else f"{values[0]:{sign}.3f} [{values[1]:{sign}.3f}, {values[2]:{sign}.3f}]"
 
 
@@ -113,12 +113,14 @@ def report(folder: Path) -> None:
                 numbers["results"].setdefault(questions, {}).setdefault(mode, {})[run] = figures
                 row = [
                     LABELS[run],
-                    bounded(figures["em"]),
-                    bounded(figures["f1"]),
+                    format_interval(figures["em"]),
+                    format_interval(figures["f1"]),
                     f"{figures['searches']:.2f}",
                 ]
-                row += [f"{figures['documents_hold_answer']:.3f}", bounded(figures.get("em_change"), "+")]
-                rows.append([*row, bounded(figures.get("f1_change"), "+"), str(figures["questions"])])
+                row.append(f"{figures['documents_hold_answer']:.3f}")
+                row.append(format_interval(figures.get("em_change"), "+"))
+                row.append(format_interval(figures.get("f1_change"), "+"))
+                rows.append([*row, str(figures["questions"])])
             tables.append(table(f"{SETS[questions]}, {mode}", COLUMNS, rows))
     for line in (folder / "seconds.txt").read_text(encoding="utf-8").splitlines():
         stage, seconds = line.rsplit(" ", 1)  # a stage that was killed and resumed has several lines

@@ -80,11 +80,11 @@ from verl.protocol_compat import (
 )
 from verl.utils.columns import (
     BatchError,
+    deep_equal,
     from_array,
     list_of_dict_to_dict_of_list,
     merged_meta_info,
     object_array,
-    same,
     to_array,
 )
 
@@ -305,7 +305,7 @@ class DataProto(VerlBatchMethods):
         )
         for a, b in kinds:
             for key in a.keys() & b.keys():
-                if not same(a[key], b[key]):
+                if not deep_equal(a[key], b[key]):
                     raise BatchError(f"{key!r} differs in the two batches; rename or pop one of them")
         if other_tensors:
             self.batch = TensorDict({**own_tensors, **other_tensors}, batch_size=[len(other)])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl.utils.columns import BatchError, same
+from verl.utils.columns import BatchError, deep_equal
 
 
 class DataProtoConfig:
@@ -117,7 +117,7 @@ def union_numpy_dict(
 
 
 def _check_same(key: str, one: Any, other: Any) -> None:
-    if not same(one, other):
+    if not deep_equal(one, other):
         raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object.")
 
 

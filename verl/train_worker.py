@@ -22,7 +22,7 @@ def play(program: str, argv: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from verl.config.command_line import read_arguments
     from verl.trainer.processes import process_folder
-    from verl.utils.announcing import without_collections
+    from verl.utils.announcing import gc_paused
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--rank", type=int, default=0)
@@ -31,7 +31,7 @@ def play(program: str, argv: Sequence[str]) -> int:
     options, run_arguments = parser.parse_known_args(argv)
     try:
         folder = process_folder(read_arguments(run_arguments).config)
-        with without_collections():
+        with gc_paused():
             from verl.single_controller.folder import serve  # imports torch, so a mistake is reported first
 
         return serve(folder, f"{program}-{options.rank}", options.address, options.parent)

@@ -1,6 +1,6 @@
 """The parts that the acceptance run's checks share: figures and their bars, random models, the page.
 
-check(Place) -> Lines -> report -> Markdown
+check(Setup) -> Measurements -> report -> Markdown
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ANYWHERE += ("a killed server is noticed", "decode ahead, tokens equal")
 
 
 @dataclass(frozen=True)
-class Line:
+class Measurement:
     """One figure of a check.
 
     `verdict` is pass, fail, measured (there is no bar), or not run (the reason is in `unit`).
@@ -52,19 +52,19 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place where the checks run, and how much of them."""
+class Setup:
+    """The device on which the checks run, and how much of them."""
 
     device: str
     shape: str
     quick: bool
     work: Path
 
-    def line(self, name: str, figure: float, unit: str = "") -> Line:
+    def measurement(self, name: str, figure: float, unit: str = "") -> Measurement:
         low, high = BARS.get(name, (-math.inf, math.inf))
         if name not in BARS or (self.device == "cpu" and name not in ANYWHERE):
-            return Line(name, figure, unit)
-        return Line(name, figure, unit, "pass" if low <= figure <= high else "fail")
+            return Measurement(name, figure, unit)
+        return Measurement(name, figure, unit, "pass" if low <= figure <= high else "fail")
 
     def model(self, shape: str | None = None) -> Path:
         """Return the folder of a random model, which is made once."""

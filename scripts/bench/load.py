@@ -36,7 +36,7 @@ def cpu_seconds(pid: int) -> float:
 def run_load(
     server: tuple[int, int],
     clients: int,
-    each: int,
+    queries_per_request: int,
     topk: int,
     queries: Path,
     first: int,
@@ -47,7 +47,7 @@ def run_load(
     Args:
         server: (port, process id).
         clients: number of clients.
-        each: queries that a client asks in a request.
+        queries_per_request: queries that a client asks in a request.
         topk: documents for each query.
         queries: file with a query a line. No text is asked twice: after the last line come the same lines
             with their words rotated.
@@ -64,13 +64,13 @@ def run_load(
     def new_request() -> bytes:
         nonlocal num_asked
         texts = []
-        for number in range(num_asked, num_asked + each):
+        for number in range(num_asked, num_asked + queries_per_request):
             turn, index = divmod(number, len(lines))
             words = lines[index].split()
             if turn >= len(words):
                 raise RuntimeError(f"no unasked query is left after {number}: make a longer queries file")
             texts.append(" ".join(words[turn:] + words[:turn]))
-        num_asked += each
+        num_asked += queries_per_request
         body = json.dumps({"queries": texts, "topk": topk, "return_scores": True})
         return f"{HEAD}{len(body)}\r\n\r\n{body}".encode("ascii")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.bench.acceptance import Line, Place
+from scripts.bench.acceptance import Measurement, Setup
 from verl.workers.engine.loading import load_hf_config, load_policy
 from verl.workers.engine.lora import plain_parameters
 from verl.workers.rollout.base import EngineUnavailable, SamplingParams
@@ -66,14 +66,14 @@ def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure, 
         slots.allocate_slots = allocate_slots
 
 
-def decode(place: Place) -> Iterator[Line]:
+def decode(setup: Setup) -> Iterator[Measurement]:
     """Measure tokens a second of both, by turns.
 
     vLLM's own way is also measured with seeds, where it draws row by row. Then the same is measured while
     vLLM schedules a step ahead (which its CPU build does not do); this must sample the same tokens.
     """
-    sessions, steps = (256, 200) if place.device == "cuda" else (16, 20)
-    sizes = {"gpu_memory_utilization": 0.4} if place.device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
+    sessions, steps = (256, 200) if setup.device == "cuda" else (16, 20)
+    sizes = {"gpu_memory_utilization": 0.4} if setup.device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
 
     def seconds(step: Callable[[], Any]) -> float:
         for _ in range(10):
@@ -90,19 +90,21 @@ def decode(place: Place) -> Iterator[Line]:
     tokens = []
     for name, ahead in (("decode", False), ("decode ahead", True)):
         sizes |= {"max_model_len": length, "max_num_seqs": sessions, "async_scheduling": ahead}
-        engine = VllmEngine(place.model(), dtype="bfloat16", **sizes)
-        engine.load_weights(weights(place), 1)
+        engine = VllmEngine(setup.model(), dtype="bfloat16", **sizes)
+        engine.load_weights(weights(setup), 1)
         round_seconds = [[way(engine, sessions, length, seconds) for way in ways] for _ in range(rounds)]
         tokens.append(_sampled(engine))
         engine.shutdown()
         ours, theirs, seeded = (sorted(times)[rounds // 2] for times in zip(*round_seconds, strict=True))
         rates += [sessions * steps / ours, sessions * steps / theirs]
         words = f"{rates[-2]:,.0f} and {rates[-1]:,.0f} tokens/s of {sessions} sessions"
-        yield Line(f"{name}, of vLLM's own with seeds", seeded / ours, "")
-        yield place.line(f"{name}, of vLLM's own", theirs / ours, words)
-    yield Line("decode ahead, of decode", rates[2] / rates[0], "")
+        yield Measurement(f"{name}, of vLLM's own with seeds", seeded / ours, "")
+        yield setup.measurement(f"{name}, of vLLM's own", theirs / ours, words)
+    yield Measurement("decode ahead, of decode", rates[2] / rates[0], "")
     equal = [token == token_ahead for token, token_ahead in zip(*tokens, strict=True)]
-    yield place.line("decode ahead, tokens equal", sum(equal) / len(equal), f"of {len(equal)}, same seeds")
+    yield setup.measurement(
+        "decode ahead, tokens equal", sum(equal) / len(equal), f"of {len(equal)}, same seeds"
+    )
 
 
 def _sampled(engine: VllmEngine) -> list[int]:
@@ -116,7 +118,7 @@ def _sampled(engine: VllmEngine) -> list[int]:
     return [token for session_id in ids for token in ended[session_id]]
 
 
-def apart(place: Place) -> Iterator[Line]:
+def apart(setup: Setup) -> Iterator[Measurement]:
     """Send weights to a server of its own, and measure how long it takes to notice a killed server.
 
     The server is killed amid a transfer.
@@ -127,13 +129,13 @@ def apart(place: Place) -> Iterator[Line]:
 
     device = torch.device("cpu")
     devices: list[str] | None = None
-    if place.device == "cuda":
+    if setup.device == "cuda":
         device = torch.device("cuda:0")
         devices = (other_devices(device) or [])[:1]
         if torch.cuda.device_count() < 2:
-            yield Line("servers apart", float("nan"), "one GPU", "not run")
+            yield Measurement("servers apart", float("nan"), "one GPU", "not run")
             return
-    folder = str(place.model())
+    folder = str(setup.model())
     arguments: dict[str, Any] = {"model": folder, "dtype": "bfloat16", "max_model_len": 256}
     if devices is None:
         arguments |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": 32}
@@ -144,12 +146,12 @@ def apart(place: Place) -> Iterator[Line]:
         servers.urls, max_model_len=256, vocab_size=vocabulary, sender=sender, servers=servers
     )
     try:
-        pairs = [(name, tensor.to(device)) for name, tensor in weights(place)]
+        pairs = [(name, tensor.to(device)) for name, tensor in weights(setup)]
         engine.load_weights(pairs, 1)  # this also makes the group
         begun = time.perf_counter()
         engine.load_weights(pairs, 2)
         size = sum(tensor.nbytes for _, tensor in pairs) / 2**30
-        yield Line("weights to a server", time.perf_counter() - begun, f"s for {size:.2f} GiB")
+        yield Measurement("weights to a server", time.perf_counter() - begun, f"s for {size:.2f} GiB")
         killed = [0.0]
 
         def until_the_middle() -> Iterator[tuple[str, Tensor]]:
@@ -164,11 +166,11 @@ def apart(place: Place) -> Iterator[Line]:
             engine.load_weights(until_the_middle(), 3)
         except EngineUnavailable as error:
             notice = f"s: {str(error).splitlines()[0][:90]}"
-        yield place.line("a killed server is noticed", time.perf_counter() - killed[0], notice)
+        yield setup.measurement("a killed server is noticed", time.perf_counter() - killed[0], notice)
     finally:
         engine.shutdown()
 
 
-def weights(place: Place) -> list[tuple[str, Tensor]]:
-    """Return the weights of the place's model, in bfloat16, on the host."""
-    return list(plain_parameters(load_policy({"path": str(place.model())}, torch.bfloat16).model, None))
+def weights(setup: Setup) -> list[tuple[str, Tensor]]:
+    """Return the weights of the setup's model, in bfloat16, on the host."""
+    return list(plain_parameters(load_policy({"path": str(setup.model())}, torch.bfloat16).model, None))

@@ -97,9 +97,9 @@ def test_reinforce_plus_plus_baseline_whitens_over_tokens():
     ],
 )
 def test_thrift_is_a_shorter_way_than_the_others_of_a_group_took_to_a_right_answer(solved, searches, wanted):
-    taken = torch.tensor([is_solved is not None for is_solved in solved])
+    is_counted = torch.tensor([is_solved is not None for is_solved in solved])
     right = torch.tensor([is_solved is None or bool(is_solved) for is_solved in solved])
-    groups = Groups.of(["a"] * len(solved), taken)
+    groups = Groups.of(["a"] * len(solved), is_counted)
     thrift = thrift_advantages(right, torch.tensor(searches), groups, 1.0)
     assert thrift.tolist() == pytest.approx(wanted, abs=1e-5)
 

@@ -105,7 +105,7 @@ def test_rule_3_nothing_under_the_mask_reaches_any_correction(rollout_is, rollou
     for soil in (lambda x: x, batch.with_garbage):
         data = data_of(batch, soil)
         metrics = algos.apply_rollout_correction(data, config)
-        algos.take_out_rejected(data)
+        algos.mask_rejected_tokens(data)
         runs.append((metrics, data))
     assert runs[0][0] == runs[1][0]
     for name in ("rollout_is_weights", "response_mask", "sampled_mask"):
@@ -131,7 +131,7 @@ def test_with_both_remedies_the_weights_mean_is_1_over_what_is_not_rejected(batc
     config = OFF | {"rollout_is": "token", "rollout_is_batch_normalize": True}
     config |= {"rollout_rs": "token", "rollout_rs_threshold": 1.5}
     algos.apply_rollout_correction(data, config)
-    algos.take_out_rejected(data)
+    algos.mask_rejected_tokens(data)
     kept = data.tensors["response_mask"].bool()
     if kept.any():
         assert data.tensors["rollout_is_weights"][kept].mean().item() == pytest.approx(1, rel=1e-5)
@@ -146,26 +146,26 @@ def test_a_rejected_token_leaves_the_mask_after_the_advantages_and_what_was_samp
     algos.apply_rollout_correction(data, config)
     assert torch.equal(data.tensors["response_mask"], sampled)  # advantages still see every sampled token
     rejected = data.tensors["rejected_mask"]
-    algos.take_out_rejected(data)
+    algos.mask_rejected_tokens(data)
     assert "rejected_mask" not in data.tensors
     assert torch.equal(data.tensors["sampled_mask"], sampled)
     assert torch.equal(data.tensors["response_mask"], sampled * ~rejected)
     assert data.tensors["response_mask"].dtype == sampled.dtype
-    algos.take_out_rejected(data)  # nothing is left to take out
+    algos.mask_rejected_tokens(data)  # nothing is left to take out
     assert torch.equal(data.tensors["sampled_mask"], sampled)
 
 
 def test_stale_tokens_leave_the_mask_with_those_that_are_rejected():
     stale = torch.tensor([[True, True, False], [False, False, False]])
     data = two_rows(stale_mask=stale)
-    algos.take_out_rejected(data)
+    algos.mask_rejected_tokens(data)
     assert data.tensors["response_mask"].tolist() == [[0, 0, 1], [1, 0, 1]]
     assert data.tensors["sampled_mask"].tolist() == [[1, 1, 1], [1, 0, 1]]
     assert "stale_mask" not in data.tensors
 
     data = two_rows(stale_mask=stale)
     algos.apply_rollout_correction(data, OFF | {"rollout_rs": "token", "rollout_rs_threshold": 2.5})
-    algos.take_out_rejected(data)
+    algos.mask_rejected_tokens(data)
     assert data.tensors["response_mask"].tolist() == [[0, 0, 1], [0, 0, 1]]
     assert data.tensors["response_mask"].dtype == torch.int64
 
@@ -211,7 +211,7 @@ def two_rows(**columns):
 def test_worked_example(settings_, weights, mask):
     data = two_rows()
     algos.apply_rollout_correction(data, OFF | settings_)
-    algos.take_out_rejected(data)
+    algos.mask_rejected_tokens(data)
     assert ("rollout_is_weights" in data.tensors) == (weights is not None)
     if weights is not None:
         torch.testing.assert_close(

@@ -8,7 +8,7 @@ import pytest
 from verl.config import SFTConfig, load, load_config, load_sft_config
 from verl.config.checks import check_layout, check_sft_config
 from verl.config.compatibility import SFT
-from verl.config.keys import keys_of, shown
+from verl.config.keys import format_value, keys_of
 from verl.config.policy import ROLLOUT
 from verl.trainer.config import validate
 
@@ -289,7 +289,7 @@ def test_a_good_supervised_configuration_passes_and_has_no_notes(good_sft):
 @pytest.mark.parametrize("name", SFT.fixed)
 def test_a_fixed_key_of_supervised_training_says_why(name):
     value, reason = SFT.fixed[name]
-    load_sft_config([f"{name}={shown(value)}"])
+    load_sft_config([f"{name}={format_value(value)}"])
     with pytest.raises(ValueError, match=re.escape(reason)):
         load_sft_config([f"{name}={'true' if value is False else 7}"])
 

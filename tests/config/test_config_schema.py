@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from verl.config import Config, SFTConfig, load, load_config, load_sft_config, to_dict
-from verl.config.__main__ import made_files
-from verl.config.keys import check_values, keys_of, put, settable
+from verl.config.__main__ import generated_files
+from verl.config.keys import check_values, keys_of, set_value, settable
 from verl.config.render import json_schema, read_yaml, to_yaml, write_yaml
 
 KEYS = settable(Config)
@@ -22,7 +22,7 @@ EVERY = [(schema, path) for schema in (Config, SFTConfig) for path in settable(s
 
 def check_with(schema, path: str, value: object) -> None:
     config = copy.deepcopy(DEFAULTS[schema])
-    put(config, path, value)
+    set_value(config, path, value)
     check_values(config)
 
 
@@ -62,9 +62,9 @@ def test_a_key_that_must_follow_another_is_taken_with_its_value_and_refused_with
     assert f"as {each.follows} is" in str(error.value) and each.must_follow in str(error.value)
 
 
-@pytest.mark.parametrize("file", made_files(), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", generated_files(), ids=lambda file: file.name)
 def test_what_is_made_from_the_schema_is_fresh(file):
-    assert file.read_text(encoding="utf-8") == made_files()[file], "run python -m verl.config"
+    assert file.read_text(encoding="utf-8") == generated_files()[file], "run python -m verl.config"
 
 
 def test_the_readable_file_holds_the_defaults(tmp_path):

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from search_r1_command_lines import SCRIPTS, command_lines
 
-from verl.config import Config, at, load, load_config
+from verl.config import Config, get_value, load, load_config
 from verl.config.compatibility import RL, SFT
-from verl.config.keys import keys_of, shown
+from verl.config.keys import format_value, keys_of
 from verl.trainer.config import validate
 
 SEARCH_R1_BLOCKS = {
@@ -60,9 +60,9 @@ def test_each_search_r1_command_line_is_a_valid_configuration_with_its_values(sc
         key, _, text = argument.lstrip("+").partition("=")
         value = float(text) if re.fullmatch(r"[\d.]+e-\d+", text) else yaml.safe_load(text)
         if key in RL.aliases:
-            assert at(config, f"{key}_per_gpu") == max(1, value // replicas), key
+            assert get_value(config, f"{key}_per_gpu") == max(1, value // replicas), key
         elif key not in RL.fixed and key not in RL.without_effect:
-            assert at(config, key) == value, key
+            assert get_value(config, key) == value, key
     assert all("grad_offload=true has no effect" in note for note in load(lines[script]).notes)
 
 
@@ -90,11 +90,11 @@ def test_every_key_of_search_r1s_files_is_known():
 @pytest.mark.parametrize("name", RL.fixed)
 def test_a_fixed_key_is_taken_with_its_value_and_refused_with_the_reason(name):
     value, reason = RL.fixed[name]
-    load_config([f"+{name}={shown(value)}"])
+    load_config([f"+{name}={format_value(value)}"])
     other = {False: "true", True: "false"}[value] if isinstance(value, bool) else "7"
     with pytest.raises(ValueError) as error:
         load_config([f"{name}={other}"])
-    assert f"Found {name}={other}; expected {shown(value)}. {reason}" in str(error.value)
+    assert f"Found {name}={other}; expected {format_value(value)}. {reason}" in str(error.value)
 
 
 NUMBERS = {"two": 2, "three": 3, "four": 4, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15}
@@ -131,18 +131,21 @@ def test_the_readme_names_what_is_different_from_search_r1(difference):
 @pytest.mark.parametrize("name", RL.without_effect)
 def test_a_key_without_effect_is_taken_with_a_note(name):
     usual, reason = RL.without_effect[name]
-    assert load([f"{name}={shown(usual)}"]).notes == []
+    assert load([f"{name}={format_value(usual)}"]).notes == []
     assert load([f"{name}=9"]).notes == [f"{name}=9 has no effect: {reason}"]
 
 
 @pytest.mark.parametrize("name", [name for name, alias in RL.aliases.items() if alias.convert is None])
 def test_an_alias_sets_its_key_unless_that_is_set(name):
     key = RL.aliases[name].key
-    default = at(load_config([]), key)
+    default = get_value(load_config([]), key)
     others = {bool: True, int: 25, float: 0.25, str: "http://127.0.0.1:9"}
     other = others[type(default)]
-    assert at(load_config([f"{name}={shown(other)}"]), key) == other
-    assert at(load_config([f"{name}={shown(other)}", f"{key}={shown(default)}"]), key) == default
+    assert get_value(load_config([f"{name}={format_value(other)}"]), key) == other
+    assert (
+        get_value(load_config([f"{name}={format_value(other)}", f"{key}={format_value(default)}"]), key)
+        == default
+    )
 
 
 def test_an_alias_on_the_command_line_wins_over_its_key_in_a_file(tmp_path):

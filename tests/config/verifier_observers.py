@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from verl.config import Config
-from verl.config.keys import at, put
+from verl.config.keys import get_value, set_value
 from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
 from verl.verifiers.registry import Assigned, Verifiers, make_verifier
 
@@ -59,8 +59,8 @@ def judged(config: Config) -> Any:
     url = f"http://127.0.0.1:{server.server_port}"
     blocks = config.verifiers
     for block, name, path in ((blocks.judge, "base_url", "/v1"), (blocks.code, "api_url", "")):
-        at(block, name) is None or put(block, name, f"{url}/other{path}")
-        put(block, name, at(block, name) or url + path)
+        get_value(block, name) is None or set_value(block, name, f"{url}/other{path}")
+        set_value(block, name, get_value(block, name) or url + path)
     tests = json.dumps(["assert shown()", "assert f(2)", "assert f(3)"])
     assigned = [Assigned("general-quality", None), Assigned("code", tests)]
     samples = [Sample(f"```f = {i}```", None, "assert shown()") for i in range(3)]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from data_prep import arithmetic, mixture
 from data_prep.demonstrations import Demonstrator
 from data_prep.microworld import pretraining_world
-from data_prep.microworld_sql import attempt, database_file, make_row, write_database, write_tables
+from data_prep.microworld_sql import database_file, make_row, student_turns, write_database, write_tables
 from data_prep.tiny_tokenizer import END_TOKEN
 from verl.environments import make
 
@@ -26,10 +26,10 @@ def test_a_sum_worked_without_mistakes_earns_one_in_its_last_turn() -> None:
     rng = random.Random(0)
     for _ in range(50):
         pair = arithmetic.draw_pair(rng, held_out=True)
-        turns = arithmetic.work_out(rng, pair, right_share=1.0)
+        turns = arithmetic.student_turns(rng, pair, right_share=1.0)
         env = make("gsm8k_multi_turn", extras=arithmetic.make_row(pair))
         assert play_rewards(env, turns) == [0.0, 0.0, 1.0], (pair, turns)
-    turns = arithmetic.work_out(random.Random(0), (345, 678), right_share=1.0)
+    turns = arithmetic.student_turns(random.Random(0), (345, 678), right_share=1.0)
     assert turns == ["5+8+0=13;3", "4+7+1=12;23", "3+6+1=10;#### 1023"]
 
 
@@ -77,7 +77,7 @@ def test_a_student_who_is_always_right_earns_one_in_every_question(tmp_path: Pat
     student = Demonstrator(world, rng)
     for number in range(40):
         question = student.question(1 + number % 2)
-        turns = attempt(rng, question, right_share=1.0)
+        turns = student_turns(rng, question, right_share=1.0)
         env = make("text2sql", env_config={"db_path": str(tmp_path)}, extras=make_row(question, "w"))
         assert play_rewards(env, turns)[-1] == 1.0, turns
 

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_api_models import Api, flags, questions  # noqa: F401  (a fixture)
 
-from data_prep.corpus_questions import question_in
+from data_prep.corpus_questions import parse_question
 from verl.config.loading import load_sft_config
 from verl.evaluation.synthesis import choose, segments_of
 from verl.trainer.main_synthesize import main
@@ -151,7 +151,7 @@ def test_a_model_asks_questions_on_passages_and_those_that_it_can_answer_are_kep
     ],
 )
 def test_what_is_no_question(text, wrong):
-    question, _, found = question_in(text, PASSAGES["Orlen"])
+    question, _, found = parse_question(text, PASSAGES["Orlen"])
     assert "draft" not in question
     assert wrong in found and bool(wrong) == bool(found)
 

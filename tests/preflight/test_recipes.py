@@ -4,7 +4,7 @@ import pytest
 import yaml
 from known_models import write_config
 
-from verl.config import SFTConfig, at, load, load_config
+from verl.config import SFTConfig, get_value, load, load_config
 from verl.config.__main__ import ROOT
 from verl.config.checks import check_sft_config
 from verl.preflight.plan import GIB, Hardware, Plan
@@ -86,4 +86,4 @@ def test_the_plan_of_a_recipe_fits(name, size, num_nodes, num_gpus, more, tmp_pa
     plan = Plan(config, Hardware.of(config))
     assert plan.fits
     assert max(load.host for load in plan.loads) * num_gpus < MOST_OF_A_NODE * GIB
-    assert at(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") is None
+    assert get_value(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") is None

@@ -5,7 +5,7 @@ from functools import cache
 
 import yaml
 
-from verl.config import Config, load_config, put
+from verl.config import Config, load_config, set_value
 
 
 @cache
@@ -18,5 +18,5 @@ def config_with(*settings: str) -> Config:
     config = copy.deepcopy(_defaults())
     for setting in settings:
         key, _, value = setting.partition("=")
-        put(config, key, yaml.safe_load(value))
+        set_value(config, key, yaml.safe_load(value))
     return config

@@ -80,7 +80,7 @@ def micro_batch(padded=False, with_loss=True):
 def policy_results(policy, part, group=None):
     """(log-probs, entropies), both [U], and the gradients of a loss of both."""
     sharded = None if group is None else shard_micro_batch(part, group)
-    outputs = policy(part if sharded is None else sharded.own, 1.3, True)
+    outputs = policy(part if sharded is None else sharded.local, 1.3, True)
     if sharded is not None:
         outputs = sharded.gather(outputs)
     log_probs, entropy, _ = outputs

@@ -56,7 +56,7 @@ def test_wanted_tokens_get_what_they_get_among_all(monkeypatch, fewest, window):
     pull = torch.randn(len(wanted), 4, 8, generator=generator)
     results = []
     for asked in (None, wanted):
-        packing = replace(packing, wanted=asked)
+        packing = replace(packing, output_positions=asked)
         out, _ = packed_attention_forward(
             torch.nn.Identity(), *inputs, None, packing=packing, sliding_window=window
         )

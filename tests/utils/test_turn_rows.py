@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.utils.packing import pack_rows
-from verl.utils.turn_rows import FIRST_COLUMN, TRAJECTORY, joined, rows_of, split_into_turns
+from verl.utils.turn_rows import FIRST_COLUMN, TRAJECTORY, rows_of, rows_to_trajectories, split_into_turns
 
 # sampled tokens and the observation's behind them, of each turn of each trajectory
 TURNS = st.lists(
@@ -74,7 +74,7 @@ def test_a_row_holds_the_context_and_the_tokens_of_its_turn(trajectories):
         mask = rows["response_mask"][place].bool()
         assert mask.tolist() == [True] * len(own) + [False] * (width - len(own))
         assert torch.equal(rows["advantages"][place][mask], batch["advantages"][row, own])
-    back = joined(rows["advantages"], rows, turn_ids.shape)
+    back = rows_to_trajectories(rows["advantages"], rows, turn_ids.shape)
     sampled = turn_ids >= 0
     assert torch.equal(back[sampled], batch["advantages"][sampled]) and back[~sampled].isnan().all()
     halves = np.array_split(np.arange(len(trajectories)), 2)

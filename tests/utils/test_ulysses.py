@@ -31,19 +31,19 @@ def test_each_token_has_one_process_and_shares_are_even(num_tokens):
     assert [share.start for share in shares[1:]] + [num_tokens] == [share.stop for share in shares]
     assert max(shares[0].counts) - min(shares[0].counts) <= 1
     places = torch.arange(num_tokens)[::2]
-    assert torch.cat([share.own(places) + share.start for share in shares]).equal(places)
+    assert torch.cat([share.local_positions(places) + share.start for share in shares]).equal(places)
 
 
 def test_a_share_of_a_micro_batch_holds_the_tokens_and_the_loss_tokens_that_they_predict():
     part = sequence_ranks.micro_batch()
     sharded = [shard_micro_batch(part, Place(rank, 3)) for rank in range(3)]
-    assert torch.cat([s.own.input_ids for s in sharded], dim=1).equal(part.input_ids)
-    assert torch.cat([s.own.labels for s in sharded]).equal(part.labels)
-    places = [s.own.predicted_from + s.share.start for s in sharded]
+    assert torch.cat([s.local.input_ids for s in sharded], dim=1).equal(part.input_ids)
+    assert torch.cat([s.local.labels for s in sharded]).equal(part.labels)
+    places = [s.local.predicted_from + s.share.start for s in sharded]
     assert torch.cat(places).equal(part.predicted_from) and sum(sharded[0].loss_counts) == len(part.labels)
     for s in sharded:
-        assert ((s.own.predicted_from >= 0) & (s.own.predicted_from < s.own.input_ids.shape[1])).all()
-        assert s.own.packing.seq_lens == part.packing.seq_lens and s.own.cells is part.cells
+        assert ((s.local.predicted_from >= 0) & (s.local.predicted_from < s.local.input_ids.shape[1])).all()
+        assert s.local.packing.seq_lens == part.packing.seq_lens and s.local.cells is part.cells
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ def test_a_writer_begins_with_an_empty_folder_and_leaves_none(tmp_path):
     first.write(model().items(), 5)
     second = WeightWriter(tmp_path / "w", 50, ["r"])
     assert versions_in(tmp_path / "w") == []
-    second.begin(list(model(seed=2).items()), 5)
+    second.write_in_background(list(model(seed=2).items()), 5)
     assert same(WeightReader(tmp_path / "w", "r").read(5, seconds=20), model(seed=2))
     second.close()
     assert not (tmp_path / "w").exists()
@@ -214,11 +214,11 @@ def test_what_could_not_be_written_is_said_to_readers_and_to_the_writer(tmp_path
     writer = WeightWriter(tmp_path / "w", 50, ["r"])
     reader = WeightReader(tmp_path / "w", "r")
     (tmp_path / "w" / "1").write_text("in the way")
-    writer.begin(list(model().items()), 1)
+    writer.write_in_background(list(model().items()), 1)
     with pytest.raises(WeightsUnreadable, match="weights 1 were not written: FileExistsError"):
         reader.read(1, seconds=20)
     with pytest.raises(FileExistsError):
-        writer.begin(list(model().items()), 2)
+        writer.write_in_background(list(model().items()), 2)
 
 
 def test_a_reader_that_is_closed_waits_no_longer(tmp_path):

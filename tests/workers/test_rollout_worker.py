@@ -89,7 +89,7 @@ def test_a_generation_has_exactly_the_newest_weights_while_other_rows_go_on_with
         time.sleep(0.01)
     worker.load_weights([writer.folder], 1)
     assert polled(worker, 2) == [("early", 0, 0)] * 2  # with the old ones, to their end
-    writer.begin(pairs, 1)
+    writer.write_in_background(pairs, 1)
     made = worker.generate_sequences(rows("validation"))
     assert [record["version_first"] for record in made.non_tensor_batch["trajectory"]] == [1, 1]
 
@@ -98,6 +98,6 @@ def test_weights_that_could_not_be_written_end_it_with_the_reason(worker, pairs,
     writer = WeightWriter(tmp_path / "w", 50, ["rollout-0"])
     (writer.folder / "1").write_text("in the way")
     worker.load_weights([writer.folder], 1)
-    writer.begin(pairs, 1)
+    writer.write_in_background(pairs, 1)
     with pytest.raises(RolloutFailed, match="weights 1 were not written: FileExistsError"):
         worker.poll(30)

@@ -68,7 +68,7 @@ def outcome_scores(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
     return token_level_rewards.masked_fill(~mask, 0.0).double().sum(dim=-1)
 
 
-def spread(row_advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def expand_to_tokens(row_advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) [N, R] that give every sampled token of a row the row's advantage.
 
     The returns are the same numbers as the advantages. Both are 0 where nothing was sampled.
@@ -86,18 +86,18 @@ class Groups:
     blows up.
 
     Every method takes values [N] and returns, for each row, the figure of the row's group, [N] float64. Rows
-    that are not `taken` count nowhere, whatever their value is (NaN too).
+    whose `is_counted` is False count nowhere, whatever their value is (NaN too).
 
     Attributes:
         ids: [N] int64, the number of each row's group.
-        taken: [N] bool, the rows that count.
+        is_counted: [N] bool, the rows that count.
     """
 
     ids: Tensor
-    taken: Tensor
+    is_counted: Tensor
 
     @classmethod
-    def of(cls, index: Iterable[Hashable], taken: Tensor) -> Groups:
+    def of(cls, index: Iterable[Hashable], is_counted: Tensor) -> Groups:
         """Group the rows whose entries of `index` (their uids) are the same object or equal.
 
         Raises ValueError if `index` does not have one entry for each row.
@@ -105,22 +105,22 @@ class Groups:
         numbers: dict[Hashable, int] = {}
         keys = index.tolist() if isinstance(index, Tensor) else index
         ids = [numbers.setdefault(key, len(numbers)) for key in keys]
-        if len(ids) != len(taken):
+        if len(ids) != len(is_counted):
             raise ValueError(
-                f"index must name the group of each of the {len(taken)} rows, found {len(ids)} entries."
+                f"index must name the group of each of the {len(is_counted)} rows, found {len(ids)} entries."
             )
-        return cls(torch.tensor(ids, dtype=torch.int64, device=taken.device), taken)
+        return cls(torch.tensor(ids, dtype=torch.int64, device=is_counted.device), is_counted)
 
     def sum(self, x: Tensor) -> Tensor:
-        values = torch.where(self.taken, x.double(), 0.0)
+        values = torch.where(self.is_counted, x.double(), 0.0)
         return values.new_zeros(self._num_groups()).index_add(0, self.ids, values)[self.ids]
 
     def count(self) -> Tensor:
         return self.sum(torch.ones_like(self.ids))
 
     def max(self, x: Tensor) -> Tensor:
-        """Return the largest taken value, or -inf in a group that has none."""
-        values = torch.where(self.taken, x.double(), -torch.inf)
+        """Return the largest counted value, or -inf in a group that has none."""
+        values = torch.where(self.is_counted, x.double(), -torch.inf)
         lowest = values.new_full((self._num_groups(),), -torch.inf)
         return lowest.scatter_reduce(0, self.ids, values, "amax")[self.ids]
 
@@ -368,6 +368,6 @@ def turn_advantages(
     advantages = flat - same_turn.mean(flat)
     if normalise:
         advantages = advantages / (same_turn.std(flat) + epsilon)
-    by_turn = torch.where(same_turn.taken, advantages, 0.0).view(len(mask), num_turns)
+    by_turn = torch.where(same_turn.is_counted, advantages, 0.0).view(len(mask), num_turns)
     no_turn = by_turn.new_zeros(len(mask), 1)
     return torch.cat([no_turn, by_turn], dim=1).gather(1, turns + 1)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from verl.algos.aggregation import LossDenominator
-from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clip_range, limited, token_loss
+from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clamp_log_ratio, clip_range, token_loss
 
 
 def clipped_surrogate(
@@ -65,7 +65,7 @@ def compute_policy_loss_vanilla(
     `actor/pg_clipfrac` is the share of tokens whose gradient the clip removes. `actor/pg_clipfrac_lower` is
     the share of those under the dual clip, if the dual clip is on.
     """
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     losses, is_clipped, under_dual_clip = clipped_surrogate(
         log_ratio.exp(), advantages, *clip_range(config), config.clip_ratio_c
     )
@@ -130,9 +130,9 @@ def compute_policy_loss_gspo(
     """
     log_ratio = log_prob.detach() - old_log_prob
     row_mean = log_ratio.sum(dim=-1, keepdim=True) / response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
-    ratio = limited(row_mean + log_prob - log_prob.detach()).exp()
+    ratio = clamp_log_ratio(row_mean + log_prob - log_prob.detach()).exp()
     losses, is_clipped, _ = clipped_surrogate(ratio, advantages, *clip_range(config))
-    return TokenLosses(losses, {"pg_clipfrac": is_clipped, "ppo_kl": -limited(log_ratio)})
+    return TokenLosses(losses, {"pg_clipfrac": is_clipped, "ppo_kl": -clamp_log_ratio(log_ratio)})
 
 
 @token_loss(
@@ -171,14 +171,14 @@ def compute_policy_loss_geo_mean(
     advantage = row_mean(advantages)
     log_ratio = log_prob - old_log_prob
     cut = torch.where(advantage > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
-    row_losses = -advantage * limited(row_mean(cut)).exp()
+    row_losses = -advantage * clamp_log_ratio(row_mean(cut)).exp()
     if rollout_is_weights is not None:
         row_losses = row_losses * row_mean(rollout_is_weights.log()).exp()
     is_outside = (log_ratio > high) | (log_ratio < -low)
     metrics = {
         "pg_clipfrac": is_outside & (advantages > 0),
         "pg_clipfrac_lower": is_outside & (advantages < 0),
-        "ppo_kl": -limited(log_ratio),
+        "ppo_kl": -clamp_log_ratio(log_ratio),
     }
     return TokenLosses(row_losses.expand(log_prob.shape), metrics)
 
@@ -196,7 +196,7 @@ def compute_policy_loss_sapo(
     aggregates by seq-mean-token-mean whatever is configured. Here the setting counts.) `actor/sapo_gate` is
     the mean of 4 p (1 - p): 1 while nothing is held back.
     """
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     positive, negative = (advantages.new_tensor(x) for x in (config.tau_pos, config.tau_neg))
     tau = torch.where(advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
@@ -214,7 +214,7 @@ def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return (spread[0] * spread[1]).masked_fill(~mask, -math.inf)
 
 
-def _choose(
+def _select_tokens(
     candidates: Tensor, covariances: Tensor, mask: Tensor, share: float, seed: int | None = None
 ) -> Tensor:
     """Choose from the candidates a share of the sampled tokens, rounded down, but at least one; [N, R] bool.
@@ -247,13 +247,13 @@ def select_clip_cov(
     """
     mask = response_mask.bool()
     settings = config.policy_loss
-    log_ratio = limited((log_prob - old_log_prob).masked_fill(~mask, 0.0))
+    log_ratio = clamp_log_ratio((log_prob - old_log_prob).masked_fill(~mask, 0.0))
     _, is_clipped, _ = clipped_surrogate(
         log_ratio.exp(), advantages.masked_fill(~mask, 0.0), *clip_range(config)
     )
     covariances = _covariances(log_prob, advantages, mask)
     within = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
-    return _choose(within & mask & ~is_clipped, covariances, mask, settings.clip_cov_ratio, seed)
+    return _select_tokens(within & mask & ~is_clipped, covariances, mask, settings.clip_cov_ratio, seed)
 
 
 def select_kl_cov(
@@ -265,7 +265,7 @@ def select_kl_cov(
     """
     mask = response_mask.bool()
     covariances = _covariances(log_prob, advantages, mask)
-    return _choose(mask, covariances, mask, config.policy_loss.kl_cov_ratio)
+    return _select_tokens(mask, covariances, mask, config.policy_loss.kl_cov_ratio)
 
 
 @token_loss(
@@ -283,7 +283,7 @@ def compute_policy_loss_clip_cov(
     `actor/pg_clipfrac` is the share of chosen tokens. `actor/ppo_clipfrac` is the share of tokens that PPO's
     clip holds.
     """
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     losses, is_clipped, _ = clipped_surrogate(log_ratio.exp(), advantages, *clip_range(config))
     metrics = {"pg_clipfrac": selection, "ppo_clipfrac": is_clipped, "ppo_kl": -log_ratio}
     return TokenLosses(losses.masked_fill(selection, 0.0), metrics)
@@ -299,7 +299,7 @@ def compute_policy_loss_kl_cov(
     draws each of these few tokens back to the old policy, wherever the token went. There is no clip. As in
     verl, `actor/ppo_kl` is the mean of |log r| here. `actor/cov_share` is the share of chosen tokens.
     """
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs()
     losses = -advantages * log_ratio.exp() + penalty.masked_fill(~selection, 0.0)
     return TokenLosses(losses, {"cov_share": selection, "ppo_kl": log_ratio.abs()})

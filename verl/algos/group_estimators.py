@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import Groups, outcome_scores, register_adv_est, spread
+from verl.algos.advantages import Groups, expand_to_tokens, outcome_scores, register_adv_est
 from verl.algos.aggregation import masked_whiten
 
 Index = Sequence[Any] | np.ndarray
@@ -48,7 +48,7 @@ def compute_grpo_outcome_advantage(
     advantages = groups.centred(scores)
     if norm_adv_by_std_in_grpo:
         advantages = advantages / (groups.std(scores) + epsilon)
-    return spread(advantages, mask, token_level_rewards.dtype)
+    return expand_to_tokens(advantages, mask, token_level_rewards.dtype)
 
 
 @register_adv_est("grpo_passk")
@@ -68,15 +68,15 @@ def compute_grpo_passk_outcome_advantage(
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     best = groups.max(scores)
-    is_best = groups.taken & (scores == best)
-    second = Groups(groups.ids, groups.taken & ~is_best).max(scores)
+    is_best = groups.is_counted & (scores == best)
+    second = Groups(groups.ids, groups.is_counted & ~is_best).max(scores)
     alone = groups.count() == 1
     gain = torch.where(alone, scores, best - second)
     credited = alone | (is_best & (groups.sum(is_best) == 1))
-    advantages = torch.where(credited & groups.taken, gain, 0.0)
+    advantages = torch.where(credited & groups.is_counted, gain, 0.0)
     if norm_adv_by_std_in_grpo:
         advantages = advantages / (groups.std(scores) + epsilon)
-    return spread(advantages, mask, token_level_rewards.dtype)
+    return expand_to_tokens(advantages, mask, token_level_rewards.dtype)
 
 
 @register_adv_est("rloo")
@@ -91,7 +91,7 @@ def compute_rloo_outcome_advantage(
     scores, groups = _grouped(token_level_rewards, mask, index)
     count = groups.count()
     scale = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
-    return spread(scale * groups.centred(scores), mask, token_level_rewards.dtype)
+    return expand_to_tokens(scale * groups.centred(scores), mask, token_level_rewards.dtype)
 
 
 @register_adv_est("reinforce_plus_plus_baseline")
@@ -107,7 +107,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
-    differences, _ = spread(groups.centred(scores), mask, torch.float64)
+    differences, _ = expand_to_tokens(groups.centred(scores), mask, torch.float64)
     advantages = masked_whiten(differences, mask).to(token_level_rewards.dtype)
     return advantages, advantages.clone()
 
@@ -126,7 +126,7 @@ def compute_opo_outcome_advantage(
     scores, groups = _grouped(token_level_rewards, mask, index)
     baseline = groups.mean(scores, weights=mask.sum(dim=-1))
     advantages = scores - torch.where(groups.count() > 1, baseline, 0.0)
-    return spread(advantages, mask, token_level_rewards.dtype)
+    return expand_to_tokens(advantages, mask, token_level_rewards.dtype)
 
 
 @register_adv_est("gpg")
@@ -143,9 +143,9 @@ def compute_gpg_outcome_advantage(
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     advantages = groups.centred(scores)
-    adds = groups.taken & (groups.max(advantages.abs()) > 0)
-    alpha = groups.taken.sum().double() / adds.sum().clamp(min=1)
-    return spread(alpha * advantages / f_norm, mask, token_level_rewards.dtype)
+    adds = groups.is_counted & (groups.max(advantages.abs()) > 0)
+    alpha = groups.is_counted.sum().double() / adds.sum().clamp(min=1)
+    return expand_to_tokens(alpha * advantages / f_norm, mask, token_level_rewards.dtype)
 
 
 @register_adv_est("maxrl")
@@ -164,15 +164,15 @@ def compute_maxrl_outcome_advantage(
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
-    if bool((scores[groups.taken] < 0).any()):
+    if bool((scores[groups.is_counted] < 0).any()):
         raise ValueError(
             f"maxrl divides by the group's mean score and needs scores of 0 or more, found "
-            f"{float(scores[groups.taken].min()):g}. Take penalties (and a KL) out of the reward, or choose "
-            "algorithm.adv_estimator=grpo."
+            f"{float(scores[groups.is_counted].min()):g}. Take penalties (and a KL) out of the reward, or "
+            "choose algorithm.adv_estimator=grpo."
         )
     mean = groups.mean(scores)
     scale = torch.where((groups.count() > 1) & (mean > 0), mean, 1.0)
-    return spread(groups.centred(scores) / scale, mask, token_level_rewards.dtype)
+    return expand_to_tokens(groups.centred(scores) / scale, mask, token_level_rewards.dtype)
 
 
 @register_adv_est("gdpo")
@@ -211,13 +211,13 @@ def compute_gdpo_outcome_advantage(
         if norm_adv_by_std_in_grpo:
             advantages = advantages / (groups.std(component) + epsilon)
         total = total + weights.get(name, 1.0) * advantages
-    batch = Groups(torch.zeros_like(groups.ids), groups.taken)
+    batch = Groups(torch.zeros_like(groups.ids), groups.is_counted)
     mean = batch.mean(total)
     std = batch.std(total)
     # The advantages of each group add up to 0. The rounding error of that sum must not reach groups whose
     # advantages are all 0.
     mean = torch.where(mean.abs() > 1e-12 * std, mean, 0.0)
-    return spread((total - mean) / (std + epsilon), mask, torch.float32)
+    return expand_to_tokens((total - mean) / (std + epsilon), mask, torch.float32)
 
 
 def thrift_advantages(
@@ -243,7 +243,7 @@ def thrift_advantages(
             generated, including those that are not in `groups`.
         epsilon: added to the standard deviation.
     """
-    solved_groups = Groups(groups.ids, groups.taken & solved)
+    solved_groups = Groups(groups.ids, groups.is_counted & solved)
     searches = num_searches.double()
     relative_saving = (solved_groups.mean(searches) - searches) / (solved_groups.std(searches) + epsilon)
-    return torch.where(solved_groups.taken, relative_saving.clamp(min=0.0) * solved_share**2, 0.0)
+    return torch.where(solved_groups.is_counted, relative_saving.clamp(min=0.0) * solved_share**2, 0.0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clip_range, limited, token_loss
+from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clamp_log_ratio, clip_range, token_loss
 
 
 @token_loss("importance_sampling", vanishes_with_advantage=True)
@@ -24,7 +24,7 @@ def compute_policy_loss_importance_sampling(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor
 ) -> TokenLosses:
     """Compute -A r, the policy gradient from samples of an older policy, per token; nothing bounds r."""
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     return TokenLosses(-advantages * log_ratio.exp(), {"ppo_kl": -log_ratio})
 
 
@@ -37,7 +37,7 @@ def compute_policy_loss_gpg(
     The paper's factor for groups of equal rewards belongs to the advantages (adv_estimator gpg). old_log_prob
     is used only for the metric `actor/ppo_kl`, which is left out without it.
     """
-    metrics = {} if old_log_prob is None else {"ppo_kl": limited(old_log_prob - log_prob)}
+    metrics = {} if old_log_prob is None else {"ppo_kl": clamp_log_ratio(old_log_prob - log_prob)}
     return TokenLosses(-advantages * log_prob, metrics)
 
 
@@ -50,7 +50,7 @@ def _weighted_score(
     left_out: Tensor | None = None,
 ) -> TokenLosses:
     """Return the losses -sg[r cut to [low, high]] A log pi, and 0 for tokens that are left out."""
-    log_ratio = limited(log_prob.detach() - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob.detach() - old_log_prob)
     ratio = log_ratio.exp()
     weight = ratio if low is None and high is None else ratio.clamp(low, high)
     losses = -weight * advantages * log_prob
@@ -100,7 +100,7 @@ def compute_policy_loss_ipo(
     the left-out tokens too. `actor/pg_clipfrac` is the share of left-out tokens.
     """
     settings = config.policy_loss
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     left_out = (log_prob.detach().exp() - old_log_prob.exp()).abs() > settings.ipo_eps
     surrogate = (-advantages * log_ratio.exp()).masked_fill(left_out, 0.0)
     metrics = {"pg_clipfrac": left_out, "ppo_kl": -log_ratio}
@@ -156,7 +156,7 @@ def compute_policy_loss_dro(
     beta = policy_loss.dro_beta. No ratio weighs the score function. The square draws each token back to the
     old policy. `dro_sequence` is the papers' method, with the square of a whole row's log-ratio.
     """
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     penalty = 0.5 * config.policy_loss.dro_beta * log_ratio.square()
     return TokenLosses(-(log_prob * advantages - penalty), {"ppo_kl": -log_ratio})
 
@@ -177,7 +177,7 @@ def compute_policy_loss_dro_sequence(
     The aggregation that the loss is meant for is the papers' mean over rows. `actor/dro_penalty` is the
     second term's share of the loss, as a token mean.
     """
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     penalty = config.policy_loss.dro_beta / 2 * log_ratio.sum(dim=-1, keepdim=True) * log_ratio
     return TokenLosses(penalty - advantages * log_ratio, {"dro_penalty": penalty, "ppo_kl": -log_ratio})
 
@@ -209,6 +209,6 @@ def compute_policy_loss_distillation(
 
     `actor/distillation_kl` is the token mean of d. There is no reward in this loss: advantages are not read.
     """
-    log_ratio = limited(log_prob - old_log_prob)
+    log_ratio = clamp_log_ratio(log_prob - old_log_prob)
     difference = log_prob.detach() - teacher_log_prob
     return TokenLosses(difference * log_ratio.exp(), {"distillation_kl": difference, "ppo_kl": -log_ratio})

@@ -242,6 +242,6 @@ def clip_range(config: Any) -> tuple[float, float]:
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")  # what `clip_range` reads
 
 
-def limited(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Limit a log-ratio to [-20, 20], so that its exponential is finite; beyond that it has no gradient."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -71,13 +71,13 @@ def plain_name(name: str | Enum) -> str:
     return str(name.value) if isinstance(name, Enum) else name
 
 
-def call_with(fn: Callable[..., Any], inputs: Any, what: str) -> Any:
+def call_with(fn: Callable[..., Any], inputs: Any, label: str) -> Any:
     """Call `fn` with those fields of the dataclass `inputs` that it names as parameters.
 
     A field that is None is left out. A function with `**kwargs` gets all the other fields too. A function
     with a parameter called `inputs` gets the dataclass itself.
 
-    Raises ValueError if the function needs a field that is None or that does not exist. `what` says in the
+    Raises ValueError if the function needs a field that is None or that does not exist. `label` says in the
     message whose function it is.
     """
     available = {field.name: getattr(inputs, field.name) for field in fields(inputs)} | {"inputs": inputs}
@@ -93,7 +93,7 @@ def call_with(fn: Callable[..., Any], inputs: Any, what: str) -> Any:
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
             missing.append(name)
     if missing:
-        raise ValueError(f"{what} needs {', '.join(missing)}, which this batch does not have.")
+        raise ValueError(f"{label} needs {', '.join(missing)}, which this batch does not have.")
     return fn(**arguments)
 
 

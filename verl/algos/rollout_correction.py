@@ -2,7 +2,7 @@
 
     rollout_log_probs, old_log_probs --apply_rollout_correction--> rollout_is_weights, rejected_mask, metrics
     advantages are computed from all that was sampled
-    rejected_mask --take_out_rejected--> response_mask
+    rejected_mask --mask_rejected_tokens--> response_mask
 
 With d = old_log_prob - rollout_log_prob of a sampled token, its ratio, trainer to engine, is exp(d). It is
 not 1 when the engine computes in another precision, sampled with older weights, or never got the weights. The
@@ -50,7 +50,7 @@ RATIO_NAMES = {"token": "token_k1", "geometric": "seq_mean_k1", "sequence": "seq
 Reduce = Callable[[Sequence[float], str], list[float]]
 
 
-def corrects(config: Any) -> bool:
+def needs_correction(config: Any) -> bool:
     """Return whether the `algorithm.rollout_correction` block asks for weights or rejection.
 
     Both need old_log_probs.
@@ -66,7 +66,7 @@ def check_correction(config: Any, rollout: Any) -> None:
     """
     if config.rollout_rs is not None and config.rollout_rs_threshold is not None:
         rejection_rules(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
-    if not corrects(config) and not config.bypass_mode:
+    if not needs_correction(config) and not config.bypass_mode:
         return
     cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
     for name, is_on in cuts.items():
@@ -99,7 +99,7 @@ def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
     """
     tensors = batch.tensors
     if "rollout_log_probs" not in tensors:
-        if config.bypass_mode or corrects(config):
+        if config.bypass_mode or needs_correction(config):
             raise ValueError(
                 "algorithm.rollout_correction needs rollout_log_probs, which this batch does not have; use a "
                 "rollout engine that returns them, or turn the correction off."
@@ -111,7 +111,7 @@ def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
         tensors["old_log_probs"] = rollout
         return {}
     if "old_log_probs" not in tensors:
-        if corrects(config):
+        if needs_correction(config):
             raise ValueError("algorithm.rollout_correction needs old_log_probs; call compute_log_prob first.")
         return {}
     old = tensors["old_log_probs"]
@@ -131,7 +131,7 @@ def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
     return metrics
 
 
-def take_out_rejected(batch: DataProto) -> None:
+def mask_rejected_tokens(batch: DataProto) -> None:
     """Take rejected tokens out of `response_mask`; call it after the advantages are computed.
 
     The order matters, because a rejected row is a fair sample of the policy that rolled out: its reward

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import Groups, RunningBaseline, outcome_scores, register_adv_est, spread
+from verl.algos.advantages import Groups, RunningBaseline, expand_to_tokens, outcome_scores, register_adv_est
 from verl.algos.aggregation import masked_whiten
 
 Index = Sequence[Any] | np.ndarray
@@ -122,7 +122,9 @@ def compute_rae_outcome_advantage(
     """
     mask = response_mask.bool()
     baselines = running_baseline.baselines(baseline_keys).to(mask.device)
-    return spread(outcome_scores(token_level_rewards, mask) - baselines, mask, token_level_rewards.dtype)
+    return expand_to_tokens(
+        outcome_scores(token_level_rewards, mask) - baselines, mask, token_level_rewards.dtype
+    )
 
 
 def _against_optimal_baseline(

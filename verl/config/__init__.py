@@ -1,6 +1,6 @@
 """The configuration of a run; each key is declared once, in `schema.py`, `policy.py` or `environments.py`."""
 
-from verl.config.keys import Block, at, flat, put, to_dict
+from verl.config.keys import Block, flatten, get_value, set_value, to_dict
 from verl.config.loading import PROGRAMS, Loaded, load, load_config, load_sft_config
 from verl.config.render import read_yaml, write_yaml
 from verl.config.schema import Config, SFTConfig
@@ -11,13 +11,13 @@ __all__ = [
     "Config",
     "Loaded",
     "SFTConfig",
-    "at",
-    "flat",
+    "flatten",
+    "get_value",
     "load",
     "load_config",
     "load_sft_config",
-    "put",
     "read_yaml",
+    "set_value",
     "to_dict",
     "write_yaml",
 ]

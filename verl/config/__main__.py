@@ -18,7 +18,7 @@ from verl.config.render import json_schema, yaml_file
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def made_files() -> dict[Path, str]:
+def generated_files() -> dict[Path, str]:
     """Return the content of each file that is made from the schema."""
     folder = ROOT / "verl" / "trainer" / "config"
     readable = {folder / f"{name}.yaml": yaml_file(name) for name in ("ppo_trainer", "sft_trainer")}
@@ -42,7 +42,7 @@ def main() -> int:
     if sys.argv[1:2] and sys.argv[1] in PROGRAMS:
         return check_arguments(sys.argv[1], sys.argv[2:])
     stale = [
-        p for p, text in made_files().items() if not p.is_file() or p.read_text(encoding="utf-8") != text
+        p for p, text in generated_files().items() if not p.is_file() or p.read_text(encoding="utf-8") != text
     ]
     if "--check" in sys.argv[1:]:
         for path in stale:
@@ -50,7 +50,7 @@ def main() -> int:
         return 1 if stale else 0
     for path in stale:
         path.parent.mkdir(exist_ok=True)
-        path.write_text(made_files()[path], encoding="utf-8")
+        path.write_text(generated_files()[path], encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     return 0
 

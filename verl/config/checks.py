@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from verl.config.keys import as_list, at, check_values, refusal
+from verl.config.keys import as_list, check_values, config_error, get_value
 from verl.config.mixture import evals_of, sources_of
 from verl.config.policy import ACTOR, ROLLOUT, Vllm
 from verl.config.schema import Config, SFTConfig
@@ -38,7 +38,7 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
     data = config.data
     modes = config.trainer.val_modes
     if data.max_start_length >= data.max_prompt_length:
-        raise refusal(
+        raise config_error(
             config,
             "data.max_start_length data.max_prompt_length",
             "; expected the first to be smaller: max_prompt_length bounds the whole context, the prompt and "
@@ -47,10 +47,10 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
         )
     if data.difficulty_pools.easy_share + data.difficulty_pools.hard_share > 1:
         pools = "data.difficulty_pools"
-        raise refusal(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
+        raise config_error(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
     if data.streaming and data.difficulty_pools.enable:
         expected = ", which ask for rows at any place; expected one or the other."
-        raise refusal(config, "data.streaming data.difficulty_pools.enable", expected)
+        raise config_error(config, "data.streaming data.difficulty_pools.enable", expected)
     if with_data and not config.trainer.dry_run:  # in a dry run the data may be missing, or elsewhere
         names = ["train_files"] * (data.mixture is None) + ["val_files"]
         for name in names + ["extra_val_files"] * (data.extra_val_files is not None):
@@ -61,7 +61,7 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
     _check_losses(config)
     _check_rewards(config, format_reward)
     if not modes or any(mode not in VAL_MODES for mode in modes):
-        raise refusal(config, "trainer.val_modes", f"; expected one or both of {', '.join(VAL_MODES)}.")
+        raise config_error(config, "trainer.val_modes", f"; expected one or both of {', '.join(VAL_MODES)}.")
     _check_run(config, [ACTOR, "critic"], ["actor_rollout_ref.model", "critic.model"])
     check_layout(config)
     check_model("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
@@ -78,11 +78,11 @@ def check_sft_config(config: SFTConfig, *, with_data: bool = True) -> None:
     if config.data.val_files is not None:
         _check_files("data.val_files", config.data.val_files)
     elif config.trainer.test_freq > 0 and with_data:
-        raise refusal(config, "trainer.test_freq", " without data.val_files; expected both or none.")
+        raise config_error(config, "trainer.test_freq", " without data.val_files; expected both or none.")
     check_model("model.partial_pretrain", config.model.partial_pretrain)
     if config.data.multiturn.enable and config.data.segments_key is not None:
         keys = "data.multiturn.enable data.segments_key"
-        raise refusal(config, keys, ", two forms of rows; expected one of them.")
+        raise config_error(config, keys, ", two forms of rows; expected one of them.")
     _check_run(config, [""], ["model"])
 
 
@@ -94,12 +94,12 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
     trainer = config.trainer
     for block in trained:
         key = f"{block}.optim.betas".lstrip(".")
-        betas = at(config, key)
+        betas = get_value(config, key)
         if len(betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas):
-            raise refusal(config, key, "; expected two numbers in [0, 1).")
+            raise config_error(config, key, "; expected two numbers in [0, 1).")
     for block in models:  # LoRA needs its package, and the adapter to go on from must exist
-        path = at(config, block).lora_adapter_path
-        rank = at(config, block).lora_rank
+        path = get_value(config, block).lora_adapter_path
+        rank = get_value(config, block).lora_rank
         if path is not None and not (Path(path) / "adapter_config.json").is_file():
             raise ValueError(
                 f"Found no adapter_config.json at {block}.lora_adapter_path={path}; expected the folder of a "
@@ -107,7 +107,7 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
             )
         if (path is not None or rank > 0) and importlib.util.find_spec("peft") is None:
             remedy = ", but peft is not there; run `pip install -c constraints.txt peft`."
-            raise refusal(config, f"{block}.lora_rank", remedy)
+            raise config_error(config, f"{block}.lora_rank", remedy)
     for name in trainer.logger:
         if name not in LOGGERS:
             raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
@@ -119,15 +119,15 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
     path = trainer.resume_from_path
     if trainer.resume_mode != "from_path" and path is not None:
         keys = "trainer.resume_from_path trainer.resume_mode"
-        raise refusal(config, keys, "; expected resume_mode=from_path.")
+        raise config_error(config, keys, "; expected resume_mode=from_path.")
     if trainer.resume_mode == "from_path" and (path is None or not Path(path).is_dir()):
         expected = ", not a folder; expected that of one step, such as <default_local_dir>/global_step_100."
-        raise refusal(config, "trainer.resume_from_path", expected)
+        raise config_error(config, "trainer.resume_from_path", expected)
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         keys = "trainer.backend trainer.nnodes trainer.n_gpus_per_node"
-        raise refusal(config, keys, "; expected trainer.backend=ray or folder, or one process.")
+        raise config_error(config, keys, "; expected trainer.backend=ray or folder, or one process.")
     if trainer.backend == "folder" and isinstance(config, SFTConfig):
-        raise refusal(
+        raise config_error(
             config, "trainer.backend", ", which supervised training lacks; expected auto, local or ray."
         )
 
@@ -172,27 +172,29 @@ def _check_rollout(config: Config) -> None:
     sharing = rollout.tensor_model_parallel_size or 1
     if sharing > 1 and rollout.name == "native":
         expected = f", which keeps a whole model in each process; expected 1, or {name}=vllm."
-        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", expected)
+        raise config_error(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", expected)
     per_node = config.trainer.n_gpus_per_node
     is_native = rollout.name == "native" or (rollout.name == "auto" and config.trainer.device == "cpu")
     if not is_apart and not is_native and per_node % sharing:
         expected = ": processes of one node share a model; expected a divisor of their number."
-        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size trainer.n_gpus_per_node", expected)
+        raise config_error(config, f"{ROLLOUT}.tensor_model_parallel_size trainer.n_gpus_per_node", expected)
     defaults = Vllm()
     for key in ("python", "num_servers", "server_urls"):
         if not is_apart and vllm[key] != defaults[key]:
             expected = f", where there are no servers; expected {name}=vllm {placement}=apart."
-            raise refusal(config, f"{ROLLOUT}.vllm.{key} {placement}", expected)
+            raise config_error(config, f"{ROLLOUT}.vllm.{key} {placement}", expected)
     if vllm.server_urls is not None and (vllm.python is not None or vllm.num_servers != 1):
         keys = f"{ROLLOUT}.vllm.server_urls {ROLLOUT}.vllm.python {ROLLOUT}.vllm.num_servers"
-        raise refusal(config, keys, ": servers run already, or are to be started; expected one or the other.")
+        raise config_error(
+            config, keys, ": servers run already, or are to be started; expected one or the other."
+        )
     for url in as_list(vllm.server_urls):
         if url is not None and not str(url).startswith(("http://", "https://")):
             raise ValueError(f"Found {ROLLOUT}.vllm.server_urls={url}; expected http://host:port.")
     if rollout.keep_partial and rollout.straggler_factor is None:
         keys = f"{ROLLOUT}.keep_partial {ROLLOUT}.straggler_factor"
         expected = f", so no group is ever cut; expected both. Set for example {ROLLOUT}.straggler_factor=4."
-        raise refusal(config, keys, expected)
+        raise config_error(config, keys, expected)
 
 
 def _check_async(config: Config) -> None:
@@ -206,27 +208,27 @@ def _check_async(config: Config) -> None:
     is_native_apart = rollout.placement == "apart" and rollout.name == "native"
     if rollout.num_processes != 1 and not is_native_apart:
         expected = f", where there are none; expected {key}=native {ROLLOUT}.placement=apart."
-        raise refusal(config, f"{processes} {key} {ROLLOUT}.placement", expected)
+        raise config_error(config, f"{processes} {key} {ROLLOUT}.placement", expected)
     if rollout.weight_transfer != "ray":
         transfer = f"{ROLLOUT}.weight_transfer"
         if not is_native_apart:
             expected = f", where nothing takes them; expected ray, or {key}=native {ROLLOUT}.placement=apart."
-            raise refusal(config, f"{transfer} {key} {ROLLOUT}.placement", expected)
+            raise config_error(config, f"{transfer} {key} {ROLLOUT}.placement", expected)
         if importlib.util.find_spec("zstandard") is None:
             expected = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
-            raise refusal(config, transfer, expected)
+            raise config_error(config, transfer, expected)
     if is_native_apart and trainer.backend == "local":
         keys = f"trainer.backend {ROLLOUT}.placement"
-        raise refusal(config, keys, ": processes apart need backend=ray or folder.")
+        raise config_error(config, keys, ": processes apart need backend=ray or folder.")
     if is_native_apart and trainer.backend == "folder" and rollout.weight_transfer == "ray":
         keys = f"trainer.backend {ROLLOUT}.weight_transfer"
-        raise refusal(config, keys, ": there is no Ray; expected weight_transfer=filesystem or delta.")
+        raise config_error(config, keys, ": there is no Ray; expected weight_transfer=filesystem or delta.")
     if trainer.backend == "folder" and rollout.name == "vllm":
-        raise refusal(config, f"trainer.backend {key}", ", which was never tried; expected name=native.")
+        raise config_error(config, f"trainer.backend {key}", ", which was never tried; expected name=native.")
     for path, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
         if is_native_apart and rollout[path.rpartition(".")[2]] != value:
             expected = f", where a step waits for no group; {block}.group_deadline bounds them instead."
-            raise refusal(config, f"{path} {ROLLOUT}.placement", expected)
+            raise config_error(config, f"{path} {ROLLOUT}.placement", expected)
     if trainer.async_training.max_staleness == 0:
         return
     staleness = f"{block}.max_staleness"
@@ -234,10 +236,10 @@ def _check_async(config: Config) -> None:
         expected = (
             f", where nothing samples beside training; expected {key}=native {ROLLOUT}.placement=apart."
         )
-        raise refusal(config, f"{staleness} {key} {ROLLOUT}.placement", expected)
+        raise config_error(config, f"{staleness} {key} {ROLLOUT}.placement", expected)
     if algorithm.adv_estimator == "remax":
         expected = ", whose baseline is a greedy rollout with the weights of the step; expected 0."
-        raise refusal(config, f"{staleness} algorithm.adv_estimator", expected)
+        raise config_error(config, f"{staleness} algorithm.adv_estimator", expected)
     correction = algorithm.rollout_correction
     if correction.rollout_is is None and not correction.bypass_mode:
         expected = (
@@ -245,10 +247,10 @@ def _check_async(config: Config) -> None:
             "algorithm.rollout_correction.bypass_mode=true (the loss clips the ratio to the rollout's "
             "probabilities), or algorithm.rollout_correction.rollout_is=token."
         )
-        raise refusal(config, staleness, expected)
+        raise config_error(config, staleness, expected)
 
 
-def check_vllm_is_there(config: Config) -> None:
+def check_vllm_installed(config: Config) -> None:
     """Check that the interpreter that is to run vLLM has it: this one, or the one for servers to start.
 
     Raises ValueError if it does not.
@@ -289,20 +291,22 @@ def _check_losses(config: Config) -> None:
     kl_coef = actor.kl_loss_coef if actor.use_kl_loss else control.kl_coef
     if config.actor_rollout_ref.ref.reset_every is not None and kl_coef == 0:
         expected = ", but no KL to a reference is asked for; expected null, or actor.use_kl_loss=true with "
-        raise refusal(config, "actor_rollout_ref.ref.reset_every", f"{expected}actor.kl_loss_coef above 0.")
+        raise config_error(
+            config, "actor_rollout_ref.ref.reset_every", f"{expected}actor.kl_loss_coef above 0."
+        )
     if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
         keys = "algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon"
-        raise refusal(config, keys, "; expected both, for example target_kl=0.1 and horizon=10000.")
+        raise config_error(config, keys, "; expected both, for example target_kl=0.1 and horizon=10000.")
     if actor.use_kl_loss and actor.kl_loss_coef > 0 and actor.kl_loss_type in ("kl", "k1"):
         expected = (
             " in the loss, where its gradient is 0 on average: it adds noise and holds nothing; expected k2, "
             "or k1+ (the same value with k2's gradient). In the reward "
             f"({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
         )
-        raise refusal(config, f"{ACTOR}.kl_loss_type", expected)
+        raise config_error(config, f"{ACTOR}.kl_loss_type", expected)
     if entropy.target_entropy is not None and not 0 <= actor.entropy_coeff <= entropy.max_coeff:
         expected = f", where the adaptive weight starts; expected a number from 0 to {entropy.max_coeff}."
-        raise refusal(config, f"{ACTOR}.entropy_coeff", expected)
+        raise config_error(config, f"{ACTOR}.entropy_coeff", expected)
     prefix = "algorithm.rollout_correction"
     correction = algorithm.rollout_correction
     if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
@@ -310,13 +314,13 @@ def _check_losses(config: Config) -> None:
             "; expected one or the other: with bypass_mode the policy loss has the ratio of the trainer to "
             "the rollout engine already, and there is nothing to compare it with."
         )
-        raise refusal(config, f"{prefix}.bypass_mode {prefix}.rollout_is {prefix}.rollout_rs", expected)
+        raise config_error(config, f"{prefix}.bypass_mode {prefix}.rollout_is {prefix}.rollout_rs", expected)
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
         expected = "; expected both or none, for example rollout_rs=token and rollout_rs_threshold=2.0."
-        raise refusal(config, f"{prefix}.rollout_rs {prefix}.rollout_rs_threshold", expected)
+        raise config_error(config, f"{prefix}.rollout_rs {prefix}.rollout_rs_threshold", expected)
     if correction.rollout_is_batch_normalize and correction.rollout_is is None:
         expected = f" without weights; expected {prefix}.rollout_is=token or sequence."
-        raise refusal(config, f"{prefix}.rollout_is_batch_normalize", expected)
+        raise config_error(config, f"{prefix}.rollout_is_batch_normalize", expected)
 
 
 def _check_rewards(config: Config, format_reward: bool | None) -> None:
@@ -327,16 +331,16 @@ def _check_rewards(config: Config, format_reward: bool | None) -> None:
         raise ValueError(f"Found no file at custom_reward_function.path={path}; expected a python file.")
     if format_reward and path is not None:
         expected = " in main_ppo_format, which has a reward of its own; run verl.trainer.main_ppo with it."
-        raise refusal(config, "custom_reward_function.path", expected)
+        raise config_error(config, "custom_reward_function.path", expected)
     for name in FORMAT_SCORES:
         if config.reward_model[name] and format_reward is False:
             expected = (
                 ", but this program scores exact match alone; run `python -m verl.trainer.main_ppo_format`."
             )
-            raise refusal(config, f"reward_model.{name}", expected)
+            raise config_error(config, f"reward_model.{name}", expected)
     if buffer.enable and buffer.len >= longest:
         expected = f", so that every last turn would be near it; expected less, for example {longest // 4}."
-        raise refusal(config, "reward_model.overlong_buffer.len data.max_response_length", expected)
+        raise config_error(config, "reward_model.overlong_buffer.len data.max_response_length", expected)
 
 
 def check_layout(config: Config) -> None:
@@ -350,7 +354,7 @@ def check_layout(config: Config) -> None:
     if actor.strategy == "megatron":
         if fsdp_size != -1:
             expected = ", which does not shard weights so; expected -1, or strategy=fsdp."
-            raise refusal(config, f"{ACTOR}.fsdp_config.fsdp_size {ACTOR}.strategy", expected)
+            raise config_error(config, f"{ACTOR}.fsdp_config.fsdp_size {ACTOR}.strategy", expected)
         return
     sizes: dict[str, Any] = {"ulysses_sequence_parallel_size": actor.ulysses_sequence_parallel_size}
     if -1 != fsdp_size < num_processes:
@@ -358,4 +362,4 @@ def check_layout(config: Config) -> None:
     for name, size in sizes.items():
         if size < 1 or num_processes % size:
             expected = f" with {num_processes} processes; expected a number that divides them."
-            raise refusal(config, f"{ACTOR}.{name}", expected)
+            raise config_error(config, f"{ACTOR}.{name}", expected)

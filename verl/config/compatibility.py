@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.keys import Key, Range, shown
+from verl.config.keys import Key, Range, format_value
 from verl.config.policy import ACTOR, REF, ROLLOUT
 from verl.config.schema import Config, SFTConfig
 from verl.config.values import parse_value
@@ -46,7 +46,7 @@ class Alias:
 
 
 @dataclass(frozen=True)
-class Table:
+class CompatibilityTable:
     """The keys that one program accepts besides its schema; see the module.
 
     `renamed_groups` is for the keys of a group that have no entry of their own.
@@ -72,13 +72,15 @@ class Table:
         if name in self.fixed:
             expected, reason = self.fixed[name]
             if value != expected:
-                raise ValueError(f"Found {name}={shown(value)}; expected {shown(expected)}. {reason}")
+                raise ValueError(
+                    f"Found {name}={format_value(value)}; expected {format_value(expected)}. {reason}"
+                )
             return None
         usual, reason = self.without_effect[name]
-        return None if value == usual else f"{name}={shown(value)} has no effect: {reason}"
+        return None if value == usual else f"{name}={format_value(value)} has no effect: {reason}"
 
 
-def replicas(config: Config | SFTConfig) -> int:
+def num_replicas(config: Config | SFTConfig) -> int:
     """Return the number of groups of processes that have rows of their own.
 
     On Megatron several processes share each row.
@@ -91,16 +93,16 @@ def replicas(config: Config | SFTConfig) -> int:
     return max(1, processes // sharing)
 
 
-def _of_the_run(config: Config | SFTConfig, rows: int) -> int:
+def _rows_per_replica(config: Config | SFTConfig, rows: int) -> int:
     """Convert the rows of a pass over all processes to the rows of one process's pass."""
-    return max(1, rows // replicas(config))
+    return max(1, rows // num_replicas(config))
 
 
 def _with_enforce_eager(config: Config, value: bool) -> dict[str, Any]:
     return {"enforce_eager": value} | config.actor_rollout_ref.rollout.vllm.engine_args
 
 
-def _reasons(text: str) -> dict[str, tuple[Any, str]]:
+def _parse_reasons(text: str) -> dict[str, tuple[Any, str]]:
     """Parse lines "key=value key=value: reason" to a table key -> (value, reason).
 
     _BLOCKS lists what a key may begin with.
@@ -115,7 +117,7 @@ def _reasons(text: str) -> dict[str, tuple[Any, str]]:
     return table
 
 
-PASSES = {  # key of the size of a pass, in rows of the whole run -> its value when nothing is set
+DEFAULT_PASS_ROWS = {  # key of the size of a pass, in rows of the whole run -> its value when nothing is set
     f"{ACTOR}.ppo_micro_batch_size": 64,
     f"{REF}.log_prob_micro_batch_size": 128,
     f"{ROLLOUT}.log_prob_micro_batch_size": 128,
@@ -259,10 +261,10 @@ generator.sampling_params.min_p {ROLLOUT}.min_p
 environment.max_env_workers environment.max_workers
 """
 
-RL = Table(
+RL = CompatibilityTable(
     renamed_groups={"environment.skyrl_gym": "environment.env_config"},
     aliases={
-        **{name: Alias(f"{name}_per_gpu", _of_the_run, low=1) for name in PASSES},
+        **{name: Alias(f"{name}_per_gpu", _rows_per_replica, low=1) for name in DEFAULT_PASS_ROWS},
         f"{ACTOR}.optim.clip_grad": Alias(f"{ACTOR}.grad_clip"),
         "critic.optim.clip_grad": Alias("critic.grad_clip"),
         f"{ROLLOUT}.enforce_eager": Alias(
@@ -276,8 +278,8 @@ RL = Table(
         "environment.skyrl_gym.search.topk": Alias("retriever.topk"),
         "environment.skyrl_gym.search.timeout": Alias("retriever.timeout"),
     },
-    fixed=_reasons(_RL_FIXED),
-    without_effect=_reasons(_RL_WITHOUT_EFFECT),
+    fixed=_parse_reasons(_RL_FIXED),
+    without_effect=_parse_reasons(_RL_WITHOUT_EFFECT),
     removed={
         f"{ROLLOUT}.compile": "The native engine decodes without torch.compile.",
         f"{ROLLOUT}.block_size": "It is 32; of vLLM it is rollout.vllm.engine_args.block_size.",
@@ -307,13 +309,13 @@ RL = Table(
     },
 )
 
-SFT = Table(
+SFT = CompatibilityTable(
     aliases={
-        "data.micro_batch_size": Alias("data.micro_batch_size_per_gpu", _of_the_run, low=1),
+        "data.micro_batch_size": Alias("data.micro_batch_size_per_gpu", _rows_per_replica, low=1),
         "optim.warmup_steps_ratio": Alias("optim.lr_warmup_steps_ratio"),
         "optim.lr_scheduler": Alias("optim.warmup_style"),
         "trainer.resume_path": Alias("trainer.resume_from_path", also={"trainer.resume_mode": "from_path"}),
     },
-    fixed=_reasons(_SFT_FIXED),
-    without_effect=_reasons(_SFT_WITHOUT_EFFECT),
+    fixed=_parse_reasons(_SFT_FIXED),
+    without_effect=_parse_reasons(_SFT_WITHOUT_EFFECT),
 )

@@ -92,7 +92,7 @@ class Key:
         """Return the values that the key may have, in words."""
         if self.choices:
             custom = ", or your own as package.module:function" if self.importable else ""
-            return f"one of: {', '.join(map(shown, self.choices))}{custom}"
+            return f"one of: {', '.join(map(format_value, self.choices))}{custom}"
         words = " or ".join(_TYPE_NAMES[kind] for kind in self.types)
         if self.bounds is not None:
             low = self.bounds.low
@@ -117,7 +117,7 @@ class Key:
             high = self.bounds.high
             fits = (value > low if self.bounds.above else value >= low) and (high is None or value <= high)
         if not fits:
-            raise ValueError(f"Found {self.path}={shown(value)}; expected {self.expected}.")
+            raise ValueError(f"Found {self.path}={format_value(value)}; expected {self.expected}.")
 
 
 def key(
@@ -134,7 +134,7 @@ def key(
     return _field(default, metadata)
 
 
-def same_as(block: type[Block], name: str, default: Any) -> Any:
+def key_like(block: type[Block], name: str, default: Any) -> Any:
     """Declare the key `name` of another block with another default."""
     (declared,) = (block_field for block_field in fields(block) if block_field.name == name)
     return _field(default, dict(declared.metadata))
@@ -238,7 +238,7 @@ def settable(block: type[Block]) -> dict[str, Key]:
     return {path: spec for path, spec in keys_of(block).items() if spec.must_follow is None}
 
 
-def at(config: Block, path: str) -> Any:
+def get_value(config: Block, path: str) -> Any:
     """Return the value of a key, or the block, with this dotted name."""
     value: Any = config
     for name in path.split("."):
@@ -246,15 +246,15 @@ def at(config: Block, path: str) -> Any:
     return value
 
 
-def put(config: Block, path: str, value: Any) -> None:
+def set_value(config: Block, path: str, value: Any) -> None:
     """Set the key with this dotted name."""
     owner, _, name = path.rpartition(".")
-    setattr(at(config, owner) if owner else config, name, value)
+    setattr(get_value(config, owner) if owner else config, name, value)
 
 
-def flat(config: Block) -> dict[str, Any]:
+def flatten(config: Block) -> dict[str, Any]:
     """Return the value of every key by its dotted name, also of those that must follow another."""
-    return {path: at(config, path) for path in keys_of(type(config))}
+    return {path: get_value(config, path) for path in keys_of(type(config))}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,32 +271,35 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_dict(config: Block) -> dict[str, Any]:
     """Return nested dictionaries with every key that a user may set: what config.yaml and the loggers get."""
-    return copy.deepcopy(nested({path: at(config, path) for path in settable(type(config))}))
+    return copy.deepcopy(nested({path: get_value(config, path) for path in settable(type(config))}))
 
 
 def check_values(config: Block) -> None:
     """Check types, ranges and choices of all keys. Raise ValueError for the first one that is wrong."""
     for path, spec in keys_of(type(config)).items():
-        value = at(config, path)
+        value = get_value(config, path)
         if spec.must_follow is None:
             spec.check(value)
-        elif value != at(config, str(spec.follows)):
-            expected = shown(at(config, str(spec.follows)))
+        elif value != get_value(config, str(spec.follows)):
+            expected = format_value(get_value(config, str(spec.follows)))
             raise ValueError(
-                f"Found {path}={shown(value)}; expected {expected}, as {spec.follows} is. {spec.must_follow}"
+                f"Found {path}={format_value(value)}; expected {expected}, as {spec.follows} is. "
+                f"{spec.must_follow}"
             )
 
 
-def refusal(config: Block, keys: str, expected: str) -> ValueError:
-    """Return the error for keys whose values don't go together: "Found a=1 with b=2, <expected>".
+def config_error(config: Block, keys: str, explanation: str) -> ValueError:
+    """Return the error for values that are wrong or don't go together: "Found a=1 with b=2<explanation>".
 
     `keys` are dotted names, with spaces between them.
     """
-    values = [f"{path}={shown(at(config, path))}" for path in keys.split()]
-    return ValueError(f"Found {values[0]}{' with ' * (len(values) > 1)}{' and '.join(values[1:])}{expected}")
+    values = [f"{path}={format_value(get_value(config, path))}" for path in keys.split()]
+    return ValueError(
+        f"Found {values[0]}{' with ' * (len(values) > 1)}{' and '.join(values[1:])}{explanation}"
+    )
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as a command line has it."""
     if value is None:
         return "null"
@@ -304,7 +307,7 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
         return f"{value:g}"
-    return "[" + ",".join(map(shown, value)) + "]" if isinstance(value, list) else str(value)
+    return "[" + ",".join(map(format_value, value)) + "]" if isinstance(value, list) else str(value)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -19,8 +19,17 @@ from typing import Any
 import tomllib
 import yaml
 
-from verl.config.compatibility import PASSES, RL, SFT, Table, replicas
-from verl.config.keys import Block, Key, at, check_values, expand_home, keys_of, put, shown
+from verl.config.compatibility import DEFAULT_PASS_ROWS, RL, SFT, CompatibilityTable, num_replicas
+from verl.config.keys import (
+    Block,
+    Key,
+    check_values,
+    expand_home,
+    format_value,
+    get_value,
+    keys_of,
+    set_value,
+)
 from verl.config.schema import Config, SFTConfig
 from verl.config.values import YamlLoader, parse_value
 
@@ -60,7 +69,7 @@ class Program:
     """A configuration with a name; `preset` maps dotted names to defaults that replace the schema's."""
 
     schema: type[Block]
-    table: Table
+    table: CompatibilityTable
     preset: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -138,12 +147,12 @@ def load(
     config = program.schema()
     for path, value in values.items():
         source = keys[keys[path].follows or path] if keys[path].must_follow else keys[path]
-        put(config, path, expand_home(value) if source.is_path else value)
+        set_value(config, path, expand_home(value) if source.is_path else value)
     check_values(config)
     for name, setting in aliases.items():
         alias = table.aliases[name]
         if alias.convert is not None:
-            put(config, alias.key, alias.convert(config, setting.value))
+            set_value(config, alias.key, alias.convert(config, setting.value))
     if isinstance(config, Config):
         _complete(config)
     return Loaded(config, origins, [note for note in notes.values() if note is not None])
@@ -157,16 +166,22 @@ def _with_entry(dictionary: Mapping[str, Any], path: str, value: Any) -> dict[st
 
 def _complete(config: Config) -> None:
     """Fill in, in place, what depends on several keys."""
-    for name, rows in PASSES.items():  # these stay null where passes are formed by tokens
-        if at(config, f"{name}_per_gpu") is None and not config.actor_rollout_ref.actor.use_dynamic_bsz:
-            put(config, f"{name}_per_gpu", max(1, rows // replicas(config)))
+    for name, rows in DEFAULT_PASS_ROWS.items():  # these stay null where passes are formed by tokens
+        if (
+            get_value(config, f"{name}_per_gpu") is None
+            and not config.actor_rollout_ref.actor.use_dynamic_bsz
+        ):
+            set_value(config, f"{name}_per_gpu", max(1, rows // num_replicas(config)))
     vllm = config.actor_rollout_ref.rollout.vllm
     if vllm.python is not None and "/" in vllm.python:  # workers may have another working directory
         vllm.python = str(Path(vllm.python).absolute())
 
 
 def _layers(
-    arguments: Sequence[str], environment: Mapping[str, str], keys: Mapping[str, Key], table: Table
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    keys: Mapping[str, Key],
+    table: CompatibilityTable,
 ) -> Iterator[Setting]:
     """Yield all settings, the weakest layer first."""
 
@@ -284,7 +299,7 @@ def _resolve(values: dict[str, Any], keys: Mapping[str, Key], origins: dict[str,
         value = values[path]
         if isinstance(value, str):
             only_key = re.fullmatch(r"\$\{([\w.]+)\}", value)
-            text = re.sub(r"\$\{([\w.]+)\}", lambda match: shown(resolved(match[1], chain)), value)
+            text = re.sub(r"\$\{([\w.]+)\}", lambda match: format_value(resolved(match[1], chain)), value)
             values[path] = resolved(only_key[1], chain) if only_key else text
         return values[path]
 
@@ -327,6 +342,6 @@ def absolute_folders(config: Block, paths: Sequence[str]) -> None:
     A value that is no folder here (null, a name on the hub) stays as it is.
     """
     for path in paths:
-        value = at(config, path)
+        value = get_value(config, path)
         if value is not None and Path(value).is_dir():
-            put(config, path, str(Path(value).absolute()))
+            set_value(config, path, str(Path(value).absolute()))

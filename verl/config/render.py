@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from verl.config.keys import Block, Key, at, settable, to_dict
+from verl.config.keys import Block, Key, get_value, settable, to_dict
 from verl.config.loading import PROGRAMS, Loaded
 from verl.config.values import read_number
 
@@ -58,7 +58,7 @@ def to_yaml(
         shown_groups = groups
         value = f"${{{spec.follows}}}" if spec.follows else spec.default
         if loaded is not None:
-            value = at(loaded.config, path)
+            value = get_value(loaded.config, path)
         comment = spec.meaning if with_meaning else ""
         if loaded is not None and with_origins:
             comment = loaded.origins[path]
@@ -104,15 +104,15 @@ def _closed_object() -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": {}}
 
 
-def _property(each: Key) -> dict[str, Any]:
-    kinds = [_JSON_TYPES[kind] for kind in each.types] + ["null"] * each.nullable
-    entry: dict[str, Any] = {"description": each.meaning, "type": kinds if len(kinds) > 1 else kinds[0]}
-    if each.choices and not each.importable:
-        entry["enum"] = list(dict.fromkeys([*each.choices, *[None] * each.nullable]))
-    if each.bounds is not None:
-        entry["exclusiveMinimum" if each.bounds.above else "minimum"] = each.bounds.low
-        if each.bounds.high is not None:
-            entry["maximum"] = each.bounds.high
+def _property(spec: Key) -> dict[str, Any]:
+    kinds = [_JSON_TYPES[kind] for kind in spec.types] + ["null"] * spec.nullable
+    entry: dict[str, Any] = {"description": spec.meaning, "type": kinds if len(kinds) > 1 else kinds[0]}
+    if spec.choices and not spec.importable:
+        entry["enum"] = list(dict.fromkeys([*spec.choices, *[None] * spec.nullable]))
+    if spec.bounds is not None:
+        entry["exclusiveMinimum" if spec.bounds.above else "minimum"] = spec.bounds.low
+        if spec.bounds.high is not None:
+            entry["maximum"] = spec.bounds.high
     return entry
 
 

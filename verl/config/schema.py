@@ -27,8 +27,8 @@ from verl.config.keys import (
     follows_actor,
     group,
     key,
+    key_like,
     must_follow,
-    same_as,
 )
 from verl.config.policy import (
     ACTOR,
@@ -87,7 +87,7 @@ class Data(Block):
 class CriticOptim(Optim):
     """The critic's optimizer."""
 
-    lr: NotNegative = same_as(Optim, "lr", 1e-5)
+    lr: NotNegative = key_like(Optim, "lr", 1e-5)
     name: str = follows_actor("actor.optim.name")
 
 
@@ -380,9 +380,9 @@ class SFTData(Block):
 class SFTFsdp(Block):
     """The memory of the model: how it is kept and cut over processes."""
 
-    model_dtype: str = same_as(Fsdp, "model_dtype", "fp32")
+    model_dtype: str = key_like(Fsdp, "model_dtype", "fp32")
     mixed_precision: MixedPrecision = group(MixedPrecision)
-    reshard_after_forward: bool = same_as(Fsdp, "reshard_after_forward", True)
+    reshard_after_forward: bool = key_like(Fsdp, "reshard_after_forward", True)
     param_offload: ClassVar[bool] = False
     optimizer_offload: ClassVar[bool] = False
     fsdp_size: ClassVar[int] = -1
@@ -405,10 +405,10 @@ class SFTModel(ModelWithAdapters):
 class SFTOptim(Optim):
     """The optimizer and its schedule."""
 
-    lr: NotNegative = same_as(Optim, "lr", 1e-5)
-    lr_warmup_steps_ratio: Share = same_as(Optim, "lr_warmup_steps_ratio", 0.1)
-    warmup_style: str = same_as(Optim, "warmup_style", "cosine")
-    betas: list[float] = same_as(Optim, "betas", [0.9, 0.95])
+    lr: NotNegative = key_like(Optim, "lr", 1e-5)
+    lr_warmup_steps_ratio: Share = key_like(Optim, "lr_warmup_steps_ratio", 0.1)
+    warmup_style: str = key_like(Optim, "warmup_style", "cosine")
+    betas: list[float] = key_like(Optim, "betas", [0.9, 0.95])
     clip_grad: Positive = key(1.0, "largest norm of the gradient")
 
 
@@ -416,10 +416,10 @@ class SFTOptim(Optim):
 class SFTTrainer(RunSettings):
     """The run; the trained model is in <default_local_dir>/huggingface at the end."""
 
-    project_name: str = same_as(RunSettings, "project_name", "search-r1-sft")
-    experiment_name: str = same_as(RunSettings, "experiment_name", "test")
-    total_epochs: Count = same_as(RunSettings, "total_epochs", 4)
-    seed: Whole = same_as(RunSettings, "seed", 1)
+    project_name: str = key_like(RunSettings, "project_name", "search-r1-sft")
+    experiment_name: str = key_like(RunSettings, "experiment_name", "test")
+    total_epochs: Count = key_like(RunSettings, "total_epochs", 4)
+    seed: Whole = key_like(RunSettings, "seed", 1)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 from torch import Tensor
 
-from verl.utils.patient import Refused, post_patiently
+from verl.utils.patient import RequestFailed, post_patiently
 from verl.workers.rollout.base import (
     Completion,
     EngineUnavailable,
@@ -181,7 +181,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
         try:
             ids, stop_string, reason = await self._sampled(session)
             self._refused_in_a_row = 0
-        except Refused as error:
+        except RequestFailed as error:
             self._refused_in_a_row += 1
             if error.status not in OF_REQUEST or self._refused_in_a_row >= MOST_REFUSED:
                 self._ended.put(error)
@@ -191,7 +191,9 @@ class ApiEngine(RolloutEngine[ApiSession]):
             reason = "eos"
             ids = [] if self.messages is None else [self.messages.id_of("assistant", "")]
         except Exception as error:  # the reply has another shape
-            self._ended.put(Refused(f"found a reply that can't be read ({type(error).__name__}: {error})"))
+            self._ended.put(
+                RequestFailed(f"found a reply that can't be read ({type(error).__name__}: {error})")
+            )
             return
         session.tokens.extend(ids)
         session.log_probs = session.model_log_probs = [0.0] * len(ids)
@@ -200,7 +202,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
         self._ended.put(session.end_turn(reason, stop_string, self.version))
 
     async def _sampled(self, session: ApiSession) -> tuple[list[int], str | None, str]:
-        """Return ids, stop string and reason of a turn. Raises Refused."""
+        """Return ids, stop string and reason of a turn. Raises RequestFailed."""
         reply = await self._ask(session)
         choice = reply["choices"][0]
         usage = reply.get("usage") or {}
@@ -224,7 +226,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
         return ids, stop_string, reason
 
     async def _ask(self, session: ApiSession) -> dict[str, Any]:
-        """Return what the server answers. Raises Refused."""
+        """Return what the server answers. Raises RequestFailed."""
         params = session.params
         tokens = session.tokens.tolist()
         body: dict[str, Any] = {"model": self.model, "temperature": params.temperature}
@@ -250,7 +252,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
                 raise KeyError(required)
         except (ValueError, LookupError, TypeError, AttributeError):
             hint = "; leave out --tokenizer" if self.messages is None else ""
-            raise Refused(
+            raise RequestFailed(
                 f"{route}: found the reply {reply.text:.200}; expected a choice with {required}{hint}"
             ) from None
         return answer

@@ -38,9 +38,9 @@ class ControlledDataset(RLHFDataset):
         vars(self).update(vars(dataset))
         self.controls = controls
 
-    def item(self, row: Row, index: int) -> dict[str, Any]:
+    def encode_row(self, row: Row, index: int) -> dict[str, Any]:
         """Return a row as it is asked, with its control in `episode.extras.retriever`."""
-        item = super().item(row, index)
+        item = super().encode_row(row, index)
         episode = item["episode"] or {"env_class": SEARCH, "prompt": [], "extras": {}}
         extras = {**episode["extras"], "retriever": self.controls[index]}
         return {**item, "episode": {**episode, "extras": extras}}

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.records.files import plain, to_json, write_lines
+from verl.utils.records.files import to_json, to_jsonable, write_lines
 
 _SPACES = re.compile(r"\s+")
 
@@ -163,7 +163,7 @@ def write_rows(
                 "rollout_idx": line["rollout_idx"],
             }
         )
-    prompts = [{**plain(rows[example]), "synthesized_by": model} for example in examples]
+    prompts = [{**to_jsonable(rows[example]), "synthesized_by": model} for example in examples]
     counts = {"rejected.jsonl": len(rejected)}
     for name, table in {**demonstrations, "train.parquet": prompts}.items():
         counts[name] = len(table)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl.config import Config, at
+from verl.config import Config, get_value
 from verl.preflight.cpu_memory import fullest_moment, mapped, while_loading
 from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
 from verl.preflight.target import GIB, Hardware
@@ -489,9 +489,11 @@ def _what_lowers(plan: Plan, phase: str) -> list[str]:
         now = "" if rollout[key] is None else f"{key} (now {rollout[key]}) and "
         changes.append(f"actor_rollout_ref.rollout.{now}max_num_seqs")
     elif actor.use_dynamic_bsz:
-        changes = [f"{name}.ppo_max_token_len_per_gpu below {at(config, name).ppo_max_token_len_per_gpu}"]
+        changes = [
+            f"{name}.ppo_max_token_len_per_gpu below {get_value(config, name).ppo_max_token_len_per_gpu}"
+        ]
     else:
-        rows = at(config, name).ppo_micro_batch_size_per_gpu
+        rows = get_value(config, name).ppo_micro_batch_size_per_gpu
         changes = [
             "actor_rollout_ref.actor.use_dynamic_bsz=true (passes of so many tokens)",
             f"or {name}.ppo_micro_batch_size_per_gpu and log_prob_... below {rows} trajectories",
@@ -501,7 +503,7 @@ def _what_lowers(plan: Plan, phase: str) -> list[str]:
     switches = [f"{model}.enable_gradient_checkpointing"] * phase.startswith("update")
     switches += [f"{fsdp}.optimizer_offload", f"{fsdp}.param_offload"] * on_cuda
     switches += ["actor_rollout_ref.rollout.free_cache_engine"] * on_cuda
-    changes += [f"{key}=true" for key in switches if not at(config, key)]
+    changes += [f"{key}=true" for key in switches if not get_value(config, key)]
     if actor.strategy == "megatron":
         changes.append("actor_rollout_ref.actor.megatron's parallel sizes")
     return [*changes, "LoRA, a smaller model, or more trainer.n_gpus_per_node or trainer.nnodes"]

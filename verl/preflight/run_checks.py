@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 
-from verl.config import Config, SFTConfig, at
+from verl.config import Config, SFTConfig, get_value
 from verl.config.checks import FORMAT_SCORES, check_sft_config
 from verl.config.keys import as_list
 from verl.preflight.memory import Layout
@@ -93,9 +93,9 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
         return
     for block in blocks:
         key = f"{block}.ppo_mini_batch_size"
-        size = at(config, key)
+        size = get_value(config, key)
         mini = size * n
-        parts = mini_batches(rows, num_mini_batches(config, rows, at(config, block)))
+        parts = mini_batches(rows, num_mini_batches(config, rows, get_value(config, block)))
         largest = len(parts[0])
         smallest = len(parts[-1])
         sizes = str(largest) if largest == smallest else f"{largest} or {smallest}"

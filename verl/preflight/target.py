@@ -17,7 +17,7 @@ import psutil
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from verl.config import Config, SFTConfig, at
+from verl.config import Config, SFTConfig, get_value
 from verl.trainer.placement import needs_ray, num_processes, num_sampling
 from verl.trainer.ppo.passes import Passes
 from verl.utils.dataset.row_environments import searches
@@ -202,7 +202,7 @@ class Target:
             keys += ["actor_rollout_ref.teacher.path"] * passes.teacher
         once: dict[str, str] = {}
         for key in keys:
-            path = at(config, key)
+            path = get_value(config, key)
             # If the path is null, the check of the settings says so.
             if path is not None and path not in once.values():
                 once[key] = path

@@ -50,7 +50,7 @@ from verl.single_controller.base.worker_group import (
     materialize,
     run_method,
 )
-from verl.utils.announcing import without_collections
+from verl.utils.announcing import gc_paused
 from verl.utils.records.files import write_text_atomically
 
 BEAT_SECONDS = 1.0
@@ -84,7 +84,7 @@ def take(path: Path) -> Any:
     data = memoryview(path.read_bytes())
     if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "big"):
         raise OSError(f"{path} is damaged: its checksum is another one")
-    with without_collections():
+    with gc_paused():
         content = pickle.loads(data[4:])
     path.unlink()
     return content

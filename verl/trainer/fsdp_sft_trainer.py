@@ -22,7 +22,7 @@ from verl.config import SFTConfig
 from verl.config.checks import check_sft_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
-from verl.utils.announcing import announced, without_collections
+from verl.utils.announcing import announce, gc_paused
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.stop_request import StopRequest
@@ -34,7 +34,7 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
 
     Raises ValueError if the rows can't be used.
     """
-    with without_collections():
+    with gc_paused():
         from verl.trainer.sft_trainer import FSDPSFTTrainer
         from verl.utils import hf_tokenizer
         from verl.utils.dataset.sft_dataset import SFTDataset
@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
 
 def _train(config: SFTConfig) -> int:
     """Train with settings that have passed the first checks; return the exit status."""
-    with without_collections():
+    with gc_paused():
         from verl.preflight.preflight import start_is_sound
         from verl.trainer.placement import place, start_ray
         from verl.trainer.restarts import run_to_an_end
@@ -101,7 +101,7 @@ def _train(config: SFTConfig) -> int:
         place(config)
         trainer = build_trainer(config, stop_request)
         closing.callback(trainer.shutdown)
-        with announced("starting the processes and loading the model"):
+        with announce("starting the processes and loading the model"):
             trainer.init_workers()
         return trainer
 

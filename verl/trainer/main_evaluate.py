@@ -27,11 +27,11 @@ import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from data_prep.benchmarks import benchmark_file
 from data_prep.hub import fetch_model
 from verl.config import Config
-from verl.config.keys import flat
+from verl.config.keys import flatten
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
 from verl.monitor.runs import state_of
-from verl.utils.announcing import announced, without_collections
+from verl.utils.announcing import announce, gc_paused
 from verl.utils.model_folders import find_model, run_folder
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def evaluate(
         EngineUnavailable: if the engine can't be used.
         RunStopped: if the evaluation can't go on.
     """
-    with announced("loading the libraries", sys.stderr), without_collections():
+    with announce("loading the libraries", sys.stderr), gc_paused():
         from verl.evaluation.controls import with_retriever
         from verl.evaluation.rollouts import Asking, Benchmark, shown
         from verl.trainer.ppo.scoring import RewardManager
@@ -323,7 +323,7 @@ def evaluate(
 
         encode = Encoder(Path(options.encoder).name, options.encoder).encode_passages
     name = name_of(folder, options.model)
-    with announced(f"loading {name}", sys.stderr), ExitStack() as stack:
+    with announce(f"loading {name}", sys.stderr), ExitStack() as stack:
         agent = stack.enter_context(agent_of(folder, config, options))
         open_agent = stack.pop_all()
     with open_agent:
@@ -344,7 +344,7 @@ def evaluate(
                 "model": str(folder or options.model),
                 "file": hashlib.sha256(path.read_bytes()).hexdigest(),
                 **{name: getattr(options, name) for name in KEPT},
-                **{key: value for key, value in flat(config).items() if key.startswith(DECISIVE)},
+                **{key: value for key, value in flatten(config).items() if key.startswith(DECISIVE)},
             }
             for retriever in options.retrievers:
                 rows = with_retriever(dataset, retriever, options.seed, config.max_turns)

@@ -22,7 +22,7 @@ from verl.config import Config, Loaded
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
-from verl.utils.announcing import announced, without_collections
+from verl.utils.announcing import announce, gc_paused
 
 if TYPE_CHECKING:
     from verl.single_controller.base import ClassWithInitArgs, Worker
@@ -80,7 +80,7 @@ def build_trainer(
         stop_request: says whether the run shall end after the present step.
         session: the session of the run's processes with trainer.backend=folder.
     """
-    with without_collections():
+    with gc_paused():
         from search_r1.llm_agent.generation import env_metrics
         from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
         from verl.trainer.ppo.held_out import HeldOutSets, read_sets
@@ -166,7 +166,7 @@ def run(
 
 def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunction] | None) -> int:
     """Train with arguments that have passed the first checks; return the exit status."""
-    with announced("loading the libraries"), without_collections():
+    with announce("loading the libraries"), gc_paused():
         from search_r1.search.probe import RetrievalProbe
         from verl.preflight.preflight import dry_run, start_is_sound
         from verl.trainer.config import settings_without_effect, validate
@@ -189,11 +189,11 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
             from verl.trainer.processes import process_folder
 
             session = closing.enter_context(FolderSession(process_folder(config)))
-        with announced("checking settings, machine and search server"):
+        with announce("checking settings, machine and search server"):
             is_sound = start_is_sound(config, RetrievalProbe())
         if not is_sound:
             return 2
-        with announced("starting Ray"):
+        with announce("starting Ray"):
             closing.enter_context(start_ray(config))
         place(config)
         for variable, value in process_variables(config).items():  # workers inherit them
@@ -204,7 +204,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         )
         training = RestartingRun(config, build)
         closing.callback(training.shutdown)
-        with announced("starting the processes and loading the models"):
+        with announce("starting the processes and loading the models"):
             training.start()
         return training
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.config import Config, SFTConfig, read_yaml
-from verl.config.keys import flat, put
+from verl.config.keys import flatten, set_value
 from verl.single_controller.base import ResourcePool
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import store_of
@@ -160,7 +160,7 @@ def place(config: Config | SFTConfig) -> None:
         trainer.backend = "ray" if needs_ray(config) else "local"
     if trainer.device != "cpu":
         trainer.device = _device(config)
-    fastest = [key for key, value in flat(config).items() if key.endswith(_DTYPE_KEY) and value == FASTEST]
+    fastest = [key for key, value in flatten(config).items() if key.endswith(_DTYPE_KEY) and value == FASTEST]
     if not fastest:
         return
     checkpoints = store_of(trainer)
@@ -181,7 +181,7 @@ def place(config: Config | SFTConfig) -> None:
             flush=True,
         )
     for key in fastest:
-        put(config, key, dtype or "bf16")
+        set_value(config, key, dtype or "bf16")
 
 
 def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:

@@ -16,25 +16,25 @@ EVERY = 10.0  # seconds between two announcements
 
 
 @contextmanager
-def announced(what: str, file: TextIO | None = None) -> Iterator[None]:
+def announce(task: str, file: TextIO | None = None) -> Iterator[None]:
     """Announce the work of a `with` block on the terminal, if it takes long.
 
     Prints "loading the model ...", "loading the model: 13 s so far", "loading the model: done after 15 s".
 
     Args:
-        what: the work, for example "loading the model".
+        task: the work, for example "loading the model".
         file: where to print; standard output by default.
     """
     begun = time.monotonic()
     ended = threading.Event()
 
     def remind() -> None:
-        line = f"{what} ..."
+        line = f"{task} ..."
         pause = FIRST_AFTER
         while not ended.wait(pause):
             print(line, file=file, flush=True)
             pause = EVERY
-            line = f"{what}: {time.monotonic() - begun + pause:.0f} s so far"
+            line = f"{task}: {time.monotonic() - begun + pause:.0f} s so far"
 
     threading.Thread(target=remind, daemon=True).start()
     try:
@@ -42,11 +42,11 @@ def announced(what: str, file: TextIO | None = None) -> Iterator[None]:
     finally:
         ended.set()
     if (seconds := time.monotonic() - begun) > FIRST_AFTER:
-        print(f"{what}: done after {seconds:.0f} s", file=file, flush=True)
+        print(f"{task}: done after {seconds:.0f} s", file=file, flush=True)
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Turn the garbage collection off in a `with` block, for imports.
 
     The objects that imports make stay alive. Searching them for garbage a hundred times takes a quarter of a

@@ -31,14 +31,14 @@ def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     return array
 
 
-def same(a: Any, b: Any, under_way: tuple[tuple[int, int], ...] = ()) -> bool:
+def deep_equal(a: Any, b: Any, in_progress: tuple[tuple[int, int], ...] = ()) -> bool:
     """Compare deeply arrays, tensors and containers of them; NaN equals NaN.
 
-    `under_way` holds the pairs that are being compared, so that the comparison of an array that holds itself
-    ends.
+    `in_progress` holds the pairs that are being compared, so that the comparison of an array that holds
+    itself ends.
     """
     pair = (id(a), id(b))
-    if a is b or pair in under_way:
+    if a is b or pair in in_progress:
         return True
     if type(a) is not type(b):
         return False
@@ -49,11 +49,13 @@ def same(a: Any, b: Any, under_way: tuple[tuple[int, int], ...] = ()) -> bool:
         return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     if isinstance(a, np.ndarray):
         entries = zip(a.ravel().tolist(), b.ravel().tolist(), strict=False)
-        return a.shape == b.shape and all(same(x, y, (*under_way, pair)) for x, y in entries)
+        return a.shape == b.shape and all(deep_equal(x, y, (*in_progress, pair)) for x, y in entries)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key], (*under_way, pair)) for key in a)
+        return a.keys() == b.keys() and all(deep_equal(a[key], b[key], (*in_progress, pair)) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y, (*under_way, pair)) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(
+            deep_equal(x, y, (*in_progress, pair)) for x, y in zip(a, b, strict=True)
+        )
     return bool(a == b or (a != a and b != b))
 
 
@@ -65,7 +67,7 @@ def merged_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for meta_info in parts:
         for key, value in meta_info.items():
-            if key != "metrics" and key in merged and not same(merged[key], value):
+            if key != "metrics" and key in merged and not deep_equal(merged[key], value):
                 raise BatchError(
                     f"Conflicting values for meta_info key {key!r}: {merged[key]!r} and {value!r}; put what "
                     'differs between the parts into meta_info["metrics"]'

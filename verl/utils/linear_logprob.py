@@ -46,7 +46,7 @@ def chunk_rows_of(vocabulary: int, on_gpu: bool) -> int:
     return max(GPU_CHUNK_ROWS if on_gpu else MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
 
 
-def _figures(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def _token_statistics(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Compute four figures of raw logits [L, V], float32 [4, L].
 
     They are the label's log-prob, the entropy, the sum of squared probabilities, and the log of the sum.
@@ -59,7 +59,7 @@ def _figures(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     return torch.stack((label_log_p, -(p * log_p).sum(-1), (p * p).sum(-1), log_sum))
 
 
-def _pull(
+def _logit_gradient(
     logits: Tensor, labels: Tensor, of_rows: Tensor, entropy: Tensor, log_sum: Tensor, temperature: float
 ) -> Tensor:
     """Compute the gradient of raw logits [L, V], in their type.
@@ -74,25 +74,29 @@ def _pull(
     return (grad / temperature).to(logits.dtype)
 
 
-def _eager_pull(
-    log_p: Tensor, places: Tensor, own: Tensor | None, pulls: list[Tensor | None], entropy: Tensor
+def _eager_logit_gradient(
+    log_p: Tensor,
+    label_rows: Tensor,
+    is_own: Tensor | None,
+    output_grads: list[Tensor | None],
+    entropy: Tensor,
 ) -> Tensor:
     """Compute the same gradient from log-probs, in float32 and with few passes, before the temperature.
 
     Args:
         log_p: log-probs [L, V]; for a group, of this rank's rows of the head.
-        places: [L], the labels' rows.
-        own: [L], whether this rank has the label's row. None: it has all of them.
-        pulls: a and b of `_LinearLogProb`, [L, 1] each, or None.
+        label_rows: [L], the labels' rows.
+        is_own: [L], whether this rank has the label's row. None: it has all of them.
+        output_grads: a and b of `_LinearLogProb`, [L, 1] each, or None.
         entropy: [L, 1].
     """
     p = log_p.exp()
-    label_pull, b = pulls
-    a = 0.0 if label_pull is None else label_pull
+    label_grad, b = output_grads
+    a = 0.0 if label_grad is None else label_grad
     grad = p.mul_(-a) if b is None else p.mul_(torch.addcmul(-a - b * entropy, log_p, -b))
-    if label_pull is not None:
-        grads = label_pull if own is None else label_pull * own[:, None]
-        grad.scatter_add_(1, places.unsqueeze(1), grads)
+    if label_grad is not None:
+        own_label_grad = label_grad if is_own is None else label_grad * is_own[:, None]
+        grad.scatter_add_(1, label_rows.unsqueeze(1), own_label_grad)
     return grad
 
 
@@ -131,7 +135,7 @@ class _LinearLogProb(torch.autograd.Function):
         chunks = [slice(start, start + rows) for start in range(0, len(hidden), rows)]
         for chunk in chunks:
             if compiles:
-                figures = _compiled(_figures)(hidden[chunk] @ weight.t(), labels[chunk], temperature)
+                figures = _compiled(_token_statistics)(hidden[chunk] @ weight.t(), labels[chunk], temperature)
                 log_probs[chunk] = figures[0]
                 log_sum[chunk] = figures[3]
                 if with_entropy:
@@ -193,23 +197,27 @@ class _LinearLogProb(torch.autograd.Function):
         hidden, weight, labels, entropy, log_sum, log_p = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        pulls = [grad_log_probs, grad_entropy]
+        output_grads = [grad_log_probs, grad_entropy]
         for chunk in ctx.chunks:
             if ctx.compiles:
                 logits = hidden[chunk] @ weight.t()
-                chunk_pulls = [torch.zeros_like(entropy[chunk]) if x is None else x[chunk] for x in pulls]
-                row_values = torch.stack(chunk_pulls), entropy[chunk], log_sum[chunk]
-                grad_logits = _compiled(_pull)(logits, labels[chunk], *row_values, ctx.temperature)
+                chunk_grads = [
+                    torch.zeros_like(entropy[chunk]) if x is None else x[chunk] for x in output_grads
+                ]
+                row_values = torch.stack(chunk_grads), entropy[chunk], log_sum[chunk]
+                grad_logits = _compiled(_logit_gradient)(logits, labels[chunk], *row_values, ctx.temperature)
             else:
                 if len(ctx.chunks) > 1:
                     log_p = _logits(hidden[chunk], weight, ctx.temperature)
                     log_p = log_p.log_softmax(-1) if ctx.group is None else log_p.sub_(log_sum[chunk, None])
-                columns = [None if x is None else x[chunk].unsqueeze(1) for x in pulls]
+                columns = [None if x is None else x[chunk].unsqueeze(1) for x in output_grads]
                 is_own = None
                 label_rows = labels[chunk]
                 if ctx.group is not None:
                     is_own, label_rows = _own_labels(label_rows, ctx.first_row, weight)
-                grad_logits = _eager_pull(log_p, label_rows, is_own, columns, entropy[chunk].unsqueeze(1))
+                grad_logits = _eager_logit_gradient(
+                    log_p, label_rows, is_own, columns, entropy[chunk].unsqueeze(1)
+                )
                 if ctx.temperature != 1.0:
                     grad_logits.mul_(1.0 / ctx.temperature)
                 grad_logits = grad_logits.to(weight.dtype)

@@ -12,9 +12,9 @@ There are two ways to attend:
 - On CUDA with 16-bit floats, torch's variable-length flash kernel takes the pack at once, where torch and the
   GPU support it. Elsewhere the first way is used.
 
-A layer of which only some tokens' outputs are wanted (`Packing.wanted`) attends from those alone. If several
-processes have a share of the pack each (`Packing.share`), the model's row is this process's tokens, and
-attention exchanges them for heads.
+A layer of which only some tokens' outputs are wanted (`Packing.output_positions`) attends from those alone.
+If several processes have a share of the pack each (`Packing.share`), the model's row is this process's
+tokens, and attention exchanges them for heads.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Packing:
         key_lens: length of each sequence with what it shares.
         cu_key_lens: [B + 1] int32, the running sum of `key_lens`.
         key_index: [sum of key_lens], the positions of the keys in the pack, or None if nothing is shared.
-        wanted: positions in the pack, ascending, of the tokens whose output is wanted (None: all). The output
-            of other tokens may be 0.
+        output_positions: positions in the pack, ascending, of the tokens whose output is wanted (None: all).
+            The output of other tokens may be 0.
         share: which of the pack's tokens each process of a group has (None: this one has them all).
     """
 
@@ -67,7 +67,7 @@ class Packing:
     key_lens: tuple[int, ...]
     cu_key_lens: Tensor
     key_index: Tensor | None
-    wanted: Tensor | None = None
+    output_positions: Tensor | None = None
     share: TokenShare | None = None
 
     @classmethod
@@ -91,18 +91,18 @@ class Packing:
         lengths = zip(self.seq_lens, self.key_lens, strict=True)
         return [(len(list(group)), *pair) for pair, group in groupby(lengths)]
 
-    def own(self, places: Tensor) -> Tensor:
+    def local_positions(self, positions: Tensor) -> Tensor:
         """Return the positions in the pack that this process has, counted among its own tokens."""
-        return places if self.share is None else self.share.own(places)
+        return positions if self.share is None else self.share.local_positions(positions)
 
 
 def _running_sum(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
 
 
-def _mask(places: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Return the keys that the queries at `places` [N] may attend to, [N, num_keys] bool."""
-    distance = places[:, None] - torch.arange(num_keys, device=places.device)
+def _mask(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Return the keys that the queries at `positions` [N] may attend to, [N, num_keys] bool."""
+    distance = positions[:, None] - torch.arange(num_keys, device=positions.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
@@ -155,17 +155,21 @@ def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) 
 def _wanted_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
-    """Compute the same as `_one_by_one` for the tokens at `packing.wanted` alone; the others' output is 0."""
-    wanted = packing.wanted
-    assert wanted is not None
-    starts = packing.cu_seqlens.to(wanted.dtype)
-    counts = torch.searchsorted(wanted, starts).diff().tolist()
-    in_sequence = torch.searchsorted(starts, wanted, right=True) - 1
-    shift = starts[1:] - packing.cu_key_lens[1:].to(wanted.dtype)  # both end at a sequence's last token
-    key_starts = packing.cu_key_lens[:-1].to(wanted.dtype)
+    """Compute the same as `_one_by_one` for the tokens at `packing.output_positions` alone.
+
+    The other tokens' output is 0.
+    """
+    output_positions = packing.output_positions
+    assert output_positions is not None
+    starts = packing.cu_seqlens.to(output_positions.dtype)
+    counts = torch.searchsorted(output_positions, starts).diff().tolist()
+    in_sequence = torch.searchsorted(starts, output_positions, right=True) - 1
+    # Both running sums end at a sequence's last token.
+    shift = starts[1:] - packing.cu_key_lens[1:].to(output_positions.dtype)
+    key_starts = packing.cu_key_lens[:-1].to(output_positions.dtype)
     # the position of each wanted token among the keys of its sequence
-    positions = (wanted - shift[in_sequence] - key_starts[in_sequence]).split(counts)
-    queries = query[0].index_select(1, wanted).split(counts, 1)
+    positions = (output_positions - shift[in_sequence] - key_starts[in_sequence]).split(counts)
+    queries = query[0].index_select(1, output_positions).split(counts, 1)
     keys, values = (x[0].split(list(packing.key_lens), 1) for x in (key, value))
     outputs = []
     for q, k, v, q_positions in zip(queries, keys, values, positions, strict=True):
@@ -181,7 +185,7 @@ def _wanted_one_by_one(
             )[0]
         outputs.append(out.transpose(0, 1))
     full = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
-    return full.index_copy(0, wanted, torch.cat(outputs)).unsqueeze(0)
+    return full.index_copy(0, output_positions, torch.cat(outputs)).unsqueeze(0)
 
 
 def _flash_varlen(
@@ -337,7 +341,7 @@ def packed_attention_forward(
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in packing.share.to_heads(*by_token))
     if packing.key_index is not None:
         key, value = (x.index_select(2, packing.key_index) for x in (key, value))
-    attend = _one_by_one if packing.wanted is None else _wanted_one_by_one
+    attend = _one_by_one if packing.output_positions is None else _wanted_one_by_one
     if takes_flash(query.dtype, query.shape[-1], query.device):
         attend = _flash_varlen
     out = attend(query, key, value, packing, scale, sliding_window)
@@ -359,7 +363,7 @@ def is_worth_it(query: Tensor, num_keys: int) -> bool:
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, places: Tensor, scale: float, window: int | None = None
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
     """Compute the attention of a sequence, [H, N, D] float32.
 
@@ -367,13 +371,13 @@ def causal_attention(
         query: [H, N, D].
         key: [G, K, D]; G divides H.
         value: [G, K, D].
-        places: [N] int64, ascending: the position of each query among the keys. A query sees the keys up to
-            its position.
+        positions: [N] int64, ascending: the position of each query among the keys. A query sees the keys up
+            to its position.
         scale: multiplies the scores.
         window: a query sees only so many keys, the last ones. None: it sees all keys up to its position.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return _CausalAttention.apply(query, key, value, places, scale, window, needs_grad)
+    return _CausalAttention.apply(query, key, value, positions, scale, window, needs_grad)
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -388,7 +392,7 @@ class _CausalAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        places: Tensor,
+        positions: Tensor,
         scale: float,
         window: int | None,
         is_kept: bool,
@@ -399,11 +403,11 @@ class _CausalAttention(torch.autograd.Function):
         query = _by_group(query, len(key)) * scale
         key_t = key.transpose(1, 2)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        blocks = list(_blocks(places, window))
+        blocks = list(_blocks(positions, window))
         kept_probs = []
         for rows, keys in blocks:
             scores = torch.bmm(_rows(query, rows), key_t[:, :, keys])
-            _hide_(scores, places[rows], keys, window)
+            _hide_(scores, positions[rows], keys, window)
             torch.softmax(scores, -1, out=scores)
             out[:, :, rows] = torch.bmm(scores, value[:, keys]).view_as(out[:, :, rows])
             if is_kept:
@@ -452,25 +456,25 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
     return x[:, :, rows].flatten(1, 2)
 
 
-def _blocks(places: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+def _blocks(positions: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
     """Yield the queries of each block, and all keys that any of them sees."""
-    for start in range(0, len(places), BLOCK):
-        rows = slice(start, min(start + BLOCK, len(places)))
-        first = int(places[rows.start])
-        last = int(places[rows.stop - 1])
+    for start in range(0, len(positions), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(positions)))
+        first = int(positions[rows.start])
+        last = int(positions[rows.stop - 1])
         yield rows, slice(0 if window is None else max(0, first - window + 1), last + 1)
 
 
-def _hide_(scores: Tensor, places: Tensor, keys: slice, window: int | None) -> None:
+def _hide_(scores: Tensor, positions: Tensor, keys: slice, window: int | None) -> None:
     """Put -inf where a query does not see a key; scores [G, r * rows, keys]."""
     # Without a window, every query of the block sees the keys before the first query.
-    begin = keys.start if window is not None else int(places[0])
+    begin = keys.start if window is not None else int(positions[0])
     key_positions = torch.arange(begin, keys.stop)
-    hidden = key_positions > places[:, None]
+    hidden = key_positions > positions[:, None]
     if window is not None:
-        hidden |= key_positions <= places[:, None] - window
+        hidden |= key_positions <= positions[:, None] - window
     bias = torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill_(hidden, -torch.inf)
-    scores.unflatten(1, (-1, len(places)))[..., begin - keys.start :].add_(bias)
+    scores.unflatten(1, (-1, len(positions)))[..., begin - keys.start :].add_(bias)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

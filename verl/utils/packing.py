@@ -329,7 +329,7 @@ class ShardedMicroBatch:
     """A micro-batch that a group holds together, as one of its processes sees it.
 
     Attributes:
-        own: the process's part, which the model gets here: its tokens (input_ids, position_ids [1, t]) and
+        local: the process's part, which the model gets here: its tokens (input_ids, position_ids [1, t]) and
             loss tokens (labels, and predicted_from, counted from the process's first token). Everything else
             is that of the whole pack: `packing`, with the share in it, `predicting`, and what unpacks
             results.
@@ -337,7 +337,7 @@ class ShardedMicroBatch:
         loss_counts: [P], distinct loss tokens of each process.
     """
 
-    own: PackedMicroBatch
+    local: PackedMicroBatch
     share: TokenShare
     loss_counts: tuple[int, ...]
 

@@ -83,7 +83,7 @@ def split_into_turns(batch: Mapping[str, Tensor], turn_ids: Tensor) -> dict[str,
     return rows
 
 
-def joined(column: Tensor, rows: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+def rows_to_trajectories(column: Tensor, rows: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     """Return from rows to trajectories: column [M, S] -> [N, R] (`shape`), NaN where nothing was sampled."""
     row, position = rows["response_mask"].nonzero(as_tuple=True)
     result = column.new_full(tuple(shape), torch.nan)

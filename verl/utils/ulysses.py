@@ -56,12 +56,12 @@ class TokenShare:
     def stop(self) -> int:
         return self.start + self.counts[self.rank]
 
-    def own(self, places: Tensor) -> Tensor:
+    def local_positions(self, positions: Tensor) -> Tensor:
         """Return the positions of this process's tokens among positions in the pack [N].
 
         They are counted from the process's first token.
         """
-        return places[(places >= self.start) & (places < self.stop)] - self.start
+        return positions[(positions >= self.start) & (positions < self.stop)] - self.start
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange tokens for heads, in one exchange; differentiable.

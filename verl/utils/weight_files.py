@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PAYLOAD = "weights.zst"
 MANIFEST = "manifest.json"
-MARK = "LOADED."
+LOADED_PREFIX = "LOADED."
 FAILED = "FAILED"
 MOST_CHANGED = 0.6  # share of the bytes; a delta with more of them is hardly smaller than an anchor
 LEVEL = 1  # level of zstd; level 3 took up to three times as long and saved nothing
@@ -55,7 +55,7 @@ def bits_of(tensor: Tensor) -> np.ndarray:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def packed(bits: np.ndarray, size: int) -> bytes:
+def compress(bits: np.ndarray, size: int) -> bytes:
     """Compress the bytes of elements of `size` bytes.
 
     All first bytes of elements come first, then all second ones, and so on. Small updates change the low
@@ -64,8 +64,8 @@ def packed(bits: np.ndarray, size: int) -> bytes:
     return zstandard.ZstdCompressor(level=LEVEL).compress(np.ascontiguousarray(bits.reshape(-1, size).T).data)
 
 
-def unpacked(data: bytes, size: int, num_bytes: int) -> np.ndarray:
-    """Return the bytes that `packed` got. Raises ZstdError if the data is damaged."""
+def decompress(data: bytes, size: int, num_bytes: int) -> np.ndarray:
+    """Return the bytes that `compress` got. Raises ZstdError if the data is damaged."""
     stored_size = zstandard.frame_content_size(data)
     if stored_size != num_bytes:
         raise zstandard.ZstdError(f"{stored_size} bytes in place of {num_bytes}")
@@ -103,7 +103,7 @@ class WeightWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._written: Future[Any] | None = None
 
-    def begin(self, pairs: Sequence[tuple[str, Tensor]], version: int) -> None:
+    def write_in_background(self, pairs: Sequence[tuple[str, Tensor]], version: int) -> None:
         """Write in a thread, as `write` does, once the version that was begun before is written.
 
         Raises the error of that version, if there was one.
@@ -156,7 +156,7 @@ class WeightWriter:
         with (folder / PAYLOAD).open("wb") as file:
             for name, shape, dtype in layout:
                 new = bits[name]
-                data = packed(new ^ self._bits[name] if is_delta else new, weights[name].element_size())
+                data = compress(new ^ self._bits[name] if is_delta else new, weights[name].element_size())
                 file.write(data)
                 tensors.append({"name": name, "shape": shape, "dtype": dtype, "offset": offset})
                 tensors[-1] |= {"nbytes": len(data), "checksum": zlib.crc32(new.data)}
@@ -184,7 +184,7 @@ class WeightWriter:
 
     def _delete_old(self, newest: int) -> None:
         """Delete all versions before the last anchor that every reader has reached."""
-        marks = [self.folder.glob(f"*/{MARK}{name}") for name in self.readers]
+        marks = [self.folder.glob(f"*/{LOADED_PREFIX}{name}") for name in self.readers]
         last_read = [
             max((int(mark.parent.name) for mark in reader_marks), default=-1) for reader_marks in marks
         ]
@@ -222,7 +222,7 @@ class WeightReader:
             bits, tensors = self._restored(version, None)
         self.version = version
         self._bits = bits
-        (self.folder / str(version) / f"{MARK}{self.name}").touch()
+        (self.folder / str(version) / f"{LOADED_PREFIX}{self.name}").touch()
         types = {entry["name"]: (getattr(torch, entry["dtype"]), entry["shape"]) for entry in tensors}
         return [(n, torch.from_numpy(bits[n]).view(dtype).reshape(s)) for n, (dtype, s) in types.items()]
 
@@ -275,7 +275,7 @@ class WeightReader:
                 data = file.read(entry["nbytes"])
                 self.num_bytes += len(data)
                 try:
-                    new = unpacked(data, size, int(np.prod(entry["shape"], dtype=np.int64)) * size)
+                    new = decompress(data, size, int(np.prod(entry["shape"], dtype=np.int64)) * size)
                     if manifest["kind"] == "delta":
                         new ^= base[name]
                     is_right = zlib.crc32(new.data) == entry["checksum"]

@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 
 from verl.config.environments import JudgeConfig
-from verl.utils.patient import Refused, post_patiently
+from verl.utils.patient import RequestFailed, post_patiently
 from verl.verifiers.base import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
 API_KEY_VARIABLE = "VERIFIERS_JUDGE_API_KEY"
@@ -157,7 +157,7 @@ class Judge:
                         return replace(verdict, cost=cost)
                     nonsense = nonsense + 1
                     problem = f"no score in {verdict.detail!r:.200}"
-            except Refused as error:
+            except RequestFailed as error:
                 problem = f"{error} {problem}".strip()
         return Verdict(None, f"{config.base_url}: {problem}", cost)
 

@@ -375,7 +375,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             readers = [f"rollout-{rank}" for rank in range(rollout.num_processes)]
             anchor_every = rollout.anchor_every if rollout.weight_transfer == "delta" else 1
             self._weight_writer = WeightWriter(folder, anchor_every, readers)
-        self._weight_writer.begin(weights, version)
+        self._weight_writer.write_in_background(weights, version)
         return folder
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))

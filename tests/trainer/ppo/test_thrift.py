@@ -179,9 +179,9 @@ def test_with_exact_match_as_the_score_thrift_is_to_the_bit_what_the_mean_score_
     scores = batch.tensors["outcome"]
     counts = torch.tensor(searches).double()
     best = groups.max(scores)
-    right = Groups(groups.ids, groups.taken & (scores == best) & (best > 0))
+    right = Groups(groups.ids, groups.is_counted & (scores == best) & (best > 0))
     fewer = ((right.mean(counts) - counts) / (right.std(counts) + 1e-6)).clamp(min=0.0)
-    mean_score = Groups(torch.zeros_like(groups.ids), groups.taken).mean(scores).clamp(0.0, 1.0)
-    wanted = torch.where(right.taken, fewer * mean_score.square(), 0.0).float()
+    mean_score = Groups(torch.zeros_like(groups.ids), groups.is_counted).mean(scores).clamp(0.0, 1.0)
+    wanted = torch.where(right.is_counted, fewer * mean_score.square(), 0.0).float()
     wanted = wanted[:, None] * batch.tensors["response_mask"]
     assert torch.equal(thrift_of(batch, solved_share(batch)), wanted)

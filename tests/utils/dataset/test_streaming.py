@@ -111,8 +111,8 @@ def test_rule_10_a_restart_gives_the_same_rows(tmp_path, kind, more):
 def test_the_thread_is_two_steps_ahead_and_no_more(tmp_path):
     rows, sampler = make(write(tmp_path, "one group", 400))
     made = []
-    item = rows.item
-    rows.item = lambda row, index: made.append(index) or item(row, index)
+    encode_row = rows.encode_row
+    rows.encode_row = lambda row, index: made.append(index) or encode_row(row, index)
     for step in range(1, 6):
         sampler.take(10)
         deadline = time.monotonic() + 20

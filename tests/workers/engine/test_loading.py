@@ -9,7 +9,7 @@ import torch
 from tiny_training import CPU, make_config
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
-from verl.config import at, write_yaml
+from verl.config import get_value, write_yaml
 from verl.trainer.placement import place
 from verl.trainer.ppo.run_state import CheckpointStore, RunState
 from verl.utils.device import bf16_speedup
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_keeps_the_type_that_fastest_became(model_path, monke
         monkeypatch.setattr("verl.trainer.placement.bf16_speedup", lambda *sizes: speedup)
         config = make_config(model_path, "trainer.device=cpu", *settings, *more)
         place(config)
-        return config, at(config, f"actor_rollout_ref.ref.fsdp_config.{key}")
+        return config, get_value(config, f"actor_rollout_ref.ref.fsdp_config.{key}")
 
     config, dtype = placed(2.0)
     write_yaml(config, tmp_path / "config.yaml")

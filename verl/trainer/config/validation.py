@@ -12,9 +12,9 @@ from typing import Any
 
 from verl.algos.advantages import is_token_wise
 from verl.algos.policy_losses import POLICY_LOSSES, loss_traits
-from verl.config import Config, at
-from verl.config.checks import check_config, check_model, check_vllm_is_there
-from verl.config.keys import keys_of, refusal, shown
+from verl.config import Config, get_value
+from verl.config.checks import check_config, check_model, check_vllm_installed
+from verl.config.keys import config_error, format_value, keys_of
 from verl.config.policy import ACTOR, REF, ROLLOUT
 from verl.trainer.placement import samples_apart
 from verl.trainer.ppo.passes import Passes
@@ -44,17 +44,17 @@ def validate(config: Config, *, format_reward: bool = False) -> None:
     rollout = config.actor_rollout_ref.rollout
     rows = config.data.train_batch_size * rollout.n * rollout.n_agent
     for name in (ACTOR, "critic") if passes.values else (ACTOR,):
-        if at(config, name).ppo_mini_batch_size * rollout.n > rows and not config.trainer.val_only:
+        if get_value(config, name).ppo_mini_batch_size * rollout.n > rows and not config.trainer.val_only:
             keys = f"{name}.ppo_mini_batch_size {ROLLOUT}.n data.train_batch_size"
             reason = f", but a step has {rows} trajectories; expected at most {rows // rollout.n}."
-            raise refusal(config, keys, reason)
+            raise config_error(config, keys, reason)
     if passes.values:
         check_model("critic.model.path", config.critic.model.path)
     if passes.teacher:
         check_model(_TEACHER, config.actor_rollout_ref.teacher.path)
     check_megatron(config, passes)
     if not config.trainer.dry_run:  # the machine that the run is for may have vLLM
-        check_vllm_is_there(config)
+        check_vllm_installed(config)
 
 
 def settings_without_effect(config: Config) -> list[str]:
@@ -116,9 +116,9 @@ def settings_without_effect(config: Config) -> list[str]:
             f"{ROLLOUT}.n_agent=1 leaves an answer without others to compare it with."
         )
     lines = [
-        f"{key}={shown(at(config, key))} has no effect: {text}"
+        f"{key}={format_value(get_value(config, key))} has no effect: {text}"
         for key, text in unread.items()
-        if at(config, key) != keys_of(Config)[key].default
+        if get_value(config, key) != keys_of(Config)[key].default
     ]
     meant_for = None if ":" in mode else loss_traits(mode).meant_for
     if meant_for not in (None, actor.loss_agg_mode):
@@ -150,24 +150,24 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
         reason = (
             ", which compares with the greedy answer: they would all be the same; expected do_sample=true."
         )
-        raise refusal(config, f"{ROLLOUT}.do_sample {_ESTIMATOR}", reason)
+        raise config_error(config, f"{ROLLOUT}.do_sample {_ESTIMATOR}", reason)
     if ("reward_components" in passes.estimator_inputs) != bool(keys):
         reason = (
             "; expected the names of the rewards for gdpo, for example [score,format] of a reward function "
             "that returns both, and null for every other estimator."
         )
-        raise refusal(config, f"algorithm.gdpo_reward_keys {_ESTIMATOR}", reason)
+        raise config_error(config, f"algorithm.gdpo_reward_keys {_ESTIMATOR}", reason)
     if weights is not None and len(weights) != len(keys or ()):
         reason = "; expected a number for each key, or null for 1 each."
-        raise refusal(config, "algorithm.gdpo_reward_weights algorithm.gdpo_reward_keys", reason)
+        raise config_error(config, "algorithm.gdpo_reward_weights algorithm.gdpo_reward_keys", reason)
     if algorithm.turn_credit and not config.do_search:
         reason = ", where a trajectory is a single turn; expected 0."
-        raise refusal(config, "algorithm.turn_credit do_search", reason)
+        raise config_error(config, "algorithm.turn_credit do_search", reason)
     if rollout.step_wise:
         _check_step_wise(config, passes)
     if passes.teacher != (config.actor_rollout_ref.teacher.path is not None):
         reason = "; expected a teacher for a loss that reads its log-probs (distillation), else null."
-        raise refusal(config, f"{_TEACHER} {ACTOR}.policy_loss.loss_mode", reason)
+        raise config_error(config, f"{_TEACHER} {ACTOR}.policy_loss.loss_mode", reason)
     # Some estimators do not read what is taken off the reward, or can't take rewards as they then are.
     kl_in_reward = not config.actor_rollout_ref.actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
     taken_off = ["algorithm.kl_ctrl.kl_coef"] * kl_in_reward
@@ -183,7 +183,7 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
             f"algorithm.kl_ctrl.kl_coef=0 (a KL can be in the loss: {ACTOR}.use_kl_loss=true), "
             "reward_model.overlong_buffer.enable=false and reward_model.search_cost=0."
         )
-        raise refusal(config, f"{taken_off[0]} {_ESTIMATOR}", reason)
+        raise config_error(config, f"{taken_off[0]} {_ESTIMATOR}", reason)
 
 
 def _check_step_wise(config: Config, passes: Passes) -> None:
@@ -198,20 +198,20 @@ def _check_step_wise(config: Config, passes: Passes) -> None:
             "has the trajectory's outcome alone. Set step_wise=false, or an estimator such as grpo or rloo"
             + (", or algorithm.kl_ctrl.kl_coef=0." if sums_kl else ".")
         )
-        raise refusal(config, f"{ROLLOUT}.step_wise {_ESTIMATOR}", reason)
+        raise config_error(config, f"{ROLLOUT}.step_wise {_ESTIMATOR}", reason)
     if loss_mode == "dro_sequence":
         reason = (
             ", which fits the log-ratio of a whole trajectory to its outcome; a turn has only a part of it. "
             "Set step_wise=false, or loss_mode=dro."
         )
-        raise refusal(config, f"{ROLLOUT}.step_wise {ACTOR}.policy_loss.loss_mode", reason)
+        raise config_error(config, f"{ROLLOUT}.step_wise {ACTOR}.policy_loss.loss_mode", reason)
 
 
 def _check_filter(config: Config, passes: Passes) -> None:
     groups = config.algorithm.filter_groups
     rollout = config.actor_rollout_ref.rollout
     if not groups.enable and groups.metric is not None:
-        raise refusal(config, f"{_FILTER}.metric", f" without {_FILTER}.enable=true; expected both.")
+        raise config_error(config, f"{_FILTER}.metric", f" without {_FILTER}.enable=true; expected both.")
     if not groups.enable:
         return
     if not passes.compares_group:
@@ -219,16 +219,16 @@ def _check_filter(config: Config, passes: Passes) -> None:
             ", which does not compare the answers to one question: groups with equal rewards teach it as "
             "much as others; expected enable=false, or an estimator such as grpo."
         )
-        raise refusal(config, f"{_FILTER}.enable {_ESTIMATOR}", reason)
+        raise config_error(config, f"{_FILTER}.enable {_ESTIMATOR}", reason)
     if rollout.n * rollout.n_agent < 2:
         reason = f" and one trajectory a prompt; expected a group. Set {ROLLOUT}.n_agent, for example to 5."
-        raise refusal(config, f"{_FILTER}.enable", reason)
+        raise config_error(config, f"{_FILTER}.enable", reason)
     if groups.metric == "seq_final_reward":
         reason = (
             ", the reward with the KL in it, which is not known when groups are chosen; expected seq_reward, "
             "acc, or a number that the reward function returns."
         )
-        raise refusal(config, f"{_FILTER}.metric", reason)
+        raise config_error(config, f"{_FILTER}.metric", reason)
 
 
 def check_megatron(config: Config, passes: Passes) -> None:
@@ -243,7 +243,7 @@ def check_megatron(config: Config, passes: Passes) -> None:
         for size in SIZES:
             if actor.megatron[size] > 1:
                 reason = f"; expected {ACTOR}.strategy=megatron."
-                raise refusal(config, f"{ACTOR}.megatron.{size} {ACTOR}.strategy", reason)
+                raise config_error(config, f"{ACTOR}.megatron.{size} {ACTOR}.strategy", reason)
         return
     from verl.workers.engine.loading import load_hf_config  # slow to import, and FSDP does without
 
@@ -256,9 +256,9 @@ def check_megatron(config: Config, passes: Passes) -> None:
     if passes.values:
         models["critic.model.path"] = config.critic.model
     for model in ("actor_rollout_ref.model", *["critic.model"] * passes.values):
-        if at(config, model).lora_rank > 0 or at(config, model).lora_adapter_path is not None:
+        if get_value(config, model).lora_rank > 0 or get_value(config, model).lora_adapter_path is not None:
             reason = ", which trains whole models; expected lora_rank=0 and no adapter, or strategy=fsdp."
-            raise refusal(config, f"{model}.lora_rank {ACTOR}.strategy", reason)
+            raise config_error(config, f"{model}.lora_rank {ACTOR}.strategy", reason)
     for key, model in models.items():
         if (Path(model["path"] or "") / "config.json").is_file():
             try:
@@ -269,13 +269,13 @@ def check_megatron(config: Config, passes: Passes) -> None:
                 ) from error
     if actor.optim.name != "adamw":
         reason = ", whose optimizer is spread over processes without regard to matrices; expected adamw."
-        raise refusal(config, f"{ACTOR}.optim.name {ACTOR}.strategy", reason)
+        raise config_error(config, f"{ACTOR}.optim.name {ACTOR}.strategy", reason)
     if actor.fsdp_config.model_dtype != "fp32":
         reason = (
             ", whose optimizer keeps the weights in fp32 (beside those that it computes with, of "
             "mixed_precision.param_dtype); expected fp32."
         )
-        raise refusal(config, f"{ACTOR}.fsdp_config.model_dtype {ACTOR}.strategy", reason)
+        raise config_error(config, f"{ACTOR}.fsdp_config.model_dtype {ACTOR}.strategy", reason)
     if actor.ulysses_sequence_parallel_size > 1:
         reason = "; expected 1, and megatron.context_parallel_size instead."
-        raise refusal(config, f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.strategy", reason)
+        raise config_error(config, f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.strategy", reason)

@@ -185,12 +185,12 @@ class TrajectoryCollector:
         algorithm = self.config.algorithm
         usable = usable_rows(scored, False, algorithm.overlong_filter)
         scores = _scores_by(scored, "index", usable)  # the mean of each prompt's usable trajectories
-        teaching = set[int]()
+        still_informative = set[int]()
         if algorithm.thrift:
             can_save = can_save_searches(scored, usable)
-            teaching = {int(row) for row in scored.non_tensor_batch["index"][can_save]}
+            still_informative = {int(row) for row in scored.non_tensor_batch["index"][can_save]}
         means = [sum(group) / len(group) for group in scores.values()]
-        self.sampler.record(list(map(int, scores)), means, teaching)
+        self.sampler.record(list(map(int, scores)), means, still_informative)
 
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """Return the unfinished rows and `count` fresh prompts, each as often as it is answered.
@@ -230,7 +230,7 @@ class TrajectoryCollector:
             RunStopped: if there are not so many prompts.
         """
         try:
-            self.sampler.check_left(self.config.data.train_batch_size)
+            self.sampler.check_enough_left(self.config.data.train_batch_size)
             indices = self.sampler.take(count, asked)
             rows = [self._answered([index], f"group{number + i}") for i, index in enumerate(indices)]
         except DataFailed as error:

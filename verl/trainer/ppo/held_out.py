@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.collection import prompt_batch
 from verl.trainer.ppo.scoring import RewardManager
 from verl.trainer.ppo.validation import ask, question_records
-from verl.utils.announcing import announced
+from verl.utils.announcing import announce
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 
@@ -110,7 +110,7 @@ class HeldOutSets:
         for held_out, rows in self.sets:
             if not last and step % held_out.every:
                 continue
-            with announced(f"evaluation {held_out.name} of {len(rows)} questions"):
+            with announce(f"evaluation {held_out.name} of {len(rows)} questions"):
                 lines_of_set = self._ask(generate, held_out, rows)
             summary = summarize(lines_of_set, held_out.solved_at)
             figures = {name: value[0] for name, value in summary.items() if isinstance(value, list)}

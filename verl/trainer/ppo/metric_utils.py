@@ -49,7 +49,7 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
 
     They are `critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `response/*`, `groups/*`,
     `timing_*` and `perf/trained_*`, and with a critic `critic/values/*` and `critic/vf_explained_var`. If the
-    batch has `sampled_mask` (tokens were rejected since, see `take_out_rejected`), they count what was
+    batch has `sampled_mask` (tokens were rejected since, see `mask_rejected_tokens`), they count what was
     sampled.
     """
     tensors = batch.tensors

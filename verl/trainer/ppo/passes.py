@@ -20,7 +20,7 @@ from pathlib import Path
 
 from verl.algos.advantages import estimator_inputs
 from verl.algos.policy_losses import policy_loss_inputs
-from verl.algos.rollout_correction import check_correction, corrects
+from verl.algos.rollout_correction import check_correction, needs_correction
 from verl.config import Config
 from verl.environments.registry import SEARCH
 from verl.utils.dataset.row_environments import environments_of, searches
@@ -49,7 +49,8 @@ class Passes:
         kl_in_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
         self.reference = trains and (self.kl_in_reward or kl_in_loss)  # log-probs of the reference are needed
         self.teacher = "teacher_log_prob" in loss_inputs  # log-probs of actor_rollout_ref.teacher are needed
-        self.corrects = corrects(algorithm.rollout_correction)  # there are weights or rejection
+        # There are weights or rejection.
+        self.needs_correction = needs_correction(algorithm.rollout_correction)
         self.bypass = algorithm.rollout_correction.bypass_mode  # old log-probs are the rollout engine's
         self.sum_pi_squared = "sum_pi_squared" in inputs  # the old-log-prob pass gives this too
         self.has_ratio = "old_log_prob" in loss_inputs  # the policy loss can't do without old log-probs
@@ -70,7 +71,9 @@ class Passes:
         if self.bypass:
             return False
         in_advantages = self.kl_in_reward or "old_log_probs" in self.estimator_inputs
-        return in_advantages or self.corrects or (self.has_ratio and updates_actor and num_updates > 1)
+        return (
+            in_advantages or self.needs_correction or (self.has_ratio and updates_actor and num_updates > 1)
+        )
 
     def reference_log_probs(self, updates_actor: bool) -> bool:
         """Return whether a step makes the reference's pass.

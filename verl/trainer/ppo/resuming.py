@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config, SFTConfig, load_config
-from verl.config.keys import as_list, flat
+from verl.config.keys import as_list, flatten
 from verl.config.mixture import sources_of
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.run_state import (
@@ -70,7 +70,7 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
         `values`: key -> what it is set to; `contents`: key -> digest of the files that it names.
     """
     blocks = tuple(f"{name}." for name in _DECISIVE)
-    values = {key: value for key, value in flat(config).items() if f"{key}.".startswith(blocks)}
+    values = {key: value for key, value in flatten(config).items() if f"{key}.".startswith(blocks)}
     if config.data.mixture is None:
         files = as_list(config.data.train_files or [])
         contents = {_TRAIN_FILES: _digest([Path(file).expanduser() for file in files])}
@@ -101,7 +101,7 @@ def check_learning_settings(settings: Mapping[str, Any], folder: Path, run_dir: 
         return
     earlier = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     now = json.loads(json.dumps(settings))
-    defaults = flat(load_config([]))  # for keys that an older version did not have
+    defaults = flatten(load_config([]))  # for keys that an older version did not have
     differences = []
     for key in sorted({*earlier["values"], *now["values"]}):
         before, present = (side["values"].get(key, defaults.get(key)) for side in (earlier, now))

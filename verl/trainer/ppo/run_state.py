@@ -33,7 +33,7 @@ from typing import Any, TextIO, TypeVar
 from verl.config.schema import RunSettings, Trainer
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.remote import RemoteFailed, RemoteStore, Uploads
-from verl.utils.announcing import announced
+from verl.utils.announcing import announce
 from verl.utils.durable import sync, sync_tree
 from verl.workers.engine.snapshot import CheckpointFailed
 
@@ -266,7 +266,7 @@ class CheckpointStore:
         uploads = self.uploads
         self.uploads = None
         if uploads is not None:
-            with announced(f"uploading to {uploads.store.url}"):
+            with announce(f"uploading to {uploads.store.url}"):
                 uploads.close(in_haste=not self.waits_for_uploads)
 
     def fetch(self, folder: Path) -> None:
@@ -276,7 +276,7 @@ class CheckpointStore:
         """
         if self.remote is not None and not folder.exists():
             step = int(folder.name.removeprefix("global_step_"))
-            with announced(f"downloading the checkpoint of step {step} from {self.remote.url}"):
+            with announce(f"downloading the checkpoint of step {step} from {self.remote.url}"):
                 self.remote.fetch(step, self.run_dir)
 
     def _unfinished(self, step: int) -> Path:

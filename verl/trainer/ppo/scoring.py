@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import AdvantageInputs, Groups, RunningBaseline, spread
+from verl.algos.advantages import AdvantageInputs, Groups, RunningBaseline, expand_to_tokens
 from verl.algos.advantages import compute_advantage as estimate_advantages
 from verl.algos.group_estimators import thrift_advantages
 from verl.algos.kl_and_entropy import FixedKLController, apply_kl_penalty
-from verl.algos.rollout_correction import apply_rollout_correction, take_out_rejected
+from verl.algos.rollout_correction import apply_rollout_correction, mask_rejected_tokens
 from verl.config import Config
 from verl.config.environments import VerifiersConfig
 from verl.config.schema import AlgorithmConfig
@@ -341,7 +341,7 @@ def add_advantages(
     if inputs.baseline_keys is not None:
         mask = tensors["response_mask"]
         running_baseline.update(tensors["token_level_rewards"], mask, inputs.baseline_keys)
-    take_out_rejected(batch)
+    mask_rejected_tokens(batch)
     return metrics
 
 
@@ -471,15 +471,15 @@ def solved_share(batch: DataProto) -> float:
     return float(Groups(torch.zeros_like(rows, dtype=torch.int64), rows).mean(solved)[0])
 
 
-def thrift_by_row(batch: DataProto, taken: Tensor, share: float) -> Tensor:
+def thrift_by_row(batch: DataProto, is_counted: Tensor, share: float) -> Tensor:
     """Return `thrift_advantages` of a scored batch, [N] float64.
 
     Args:
         batch: a scored batch.
-        taken: the rows that are compared, [N] bool.
+        is_counted: the rows that are compared, [N] bool.
         share: see `solved_share`.
     """
-    groups = Groups.of(batch.non_tensor_batch["uid"], taken)
+    groups = Groups.of(batch.non_tensor_batch["uid"], is_counted)
     solved = torch.from_numpy(solved_rows(batch))
     searches = torch.tensor([record["num_searches"] for record in batch.non_tensor_batch["trajectory"]])
     return thrift_advantages(solved, searches, groups, share)
@@ -488,7 +488,7 @@ def thrift_by_row(batch: DataProto, taken: Tensor, share: float) -> Tensor:
 def thrift_of(batch: DataProto, share: float) -> Tensor:
     """Return `thrift_by_row` on every sampled token of a row, [N, R] float32."""
     mask = batch.tensors["response_mask"].bool()
-    return spread(thrift_by_row(batch, mask.any(dim=-1), share), mask, torch.float32)[0]
+    return expand_to_tokens(thrift_by_row(batch, mask.any(dim=-1), share), mask, torch.float32)[0]
 
 
 def can_save_searches(batch: DataProto, usable: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from verl.trainer.ppo.kinds import kind_figures
 from verl.trainer.ppo.outcome import run_outcome
 from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.scoring import RewardManager, score_answers
-from verl.utils.announcing import announced
+from verl.utils.announcing import announce
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.records.trajectories import find_question
 from verl.utils.reward_score.qa_em import documents_hold_answer, extract_solution, golden_answers
@@ -140,7 +140,7 @@ def validate(
     for mode in modes:
         rows: list[dict[str, Any]] = []
         verdicts: list[Any] = []
-        with announced(f"{mode} validation of {len(dataset)} questions"):
+        with announce(f"{mode} validation of {len(dataset)} questions"):
             for start in range(0, len(dataset), size):
                 items = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
                 prompts = prompt_batch(items, f"val-{start}")

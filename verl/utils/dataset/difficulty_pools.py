@@ -93,9 +93,11 @@ class DifficultyPools(PromptSampler):
                 break
         return np.concatenate(chosen)[:count]
 
-    def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
+    def record(
+        self, rows: Sequence[int], scores: Sequence[float], still_informative: Collection[int] = ()
+    ) -> None:
         """Record the mean score of the group of each row; if a row occurs twice, its last score counts."""
-        super().record(rows, scores, teaching)
+        super().record(rows, scores, still_informative)
         for row, rate in zip(rows, scores, strict=True):
             self.solve_rates[row] = rate
 

@@ -43,7 +43,7 @@ class Mixture:
         self.sources = sources
         self.datasets = datasets
         self.weights = np.array(weights) / sum(weights)
-        self.starts = np.cumsum([0, *(dataset.num_places for dataset in datasets)])
+        self.starts = np.cumsum([0, *(dataset.index_end for dataset in datasets)])
 
     def __len__(self) -> int:
         return sum(len(dataset) for dataset in self.datasets)
@@ -96,7 +96,7 @@ class Mixture:
         return int(np.searchsorted(self.starts, index, side="right")) - 1
 
 
-def adapted(source: Source) -> Callable[[Row], Row]:
+def row_adapter(source: Source) -> Callable[[Row], Row]:
     """Return a function that completes a source's rows.
 
     It adds the source's name, verifier and environment where a row names none.
@@ -129,10 +129,10 @@ def with_verifier(reward_model: dict[str, Any], name: str) -> dict[str, Any]:
     label = label.tolist() if isinstance(label, np.ndarray) else label
     label = label[0] if isinstance(label, list) and len(label) == 1 else label
     entries = dict(truth) if isinstance(truth, Mapping) else {}
-    return reward_model | {"ground_truth": entries | {"verifiers": [verifier(name, label)]}}
+    return reward_model | {"ground_truth": entries | {"verifiers": [verifier_entry(name, label)]}}
 
 
-def verifier(name: str, label: Any, weight: float = 1.0) -> dict[str, Any]:
+def verifier_entry(name: str, label: Any, weight: float = 1.0) -> dict[str, Any]:
     """Return an entry of `reward_model.ground_truth.verifiers`.
 
     Labels are text, because parquet needs one type.
@@ -179,7 +179,7 @@ class MixtureSampler(PromptSampler):
 
         A source without remaining prompts gives none, and the others take its share.
         """
-        self.check_left(count)
+        self.check_enough_left(count)
         has_prompts = np.array([sampler.num_left > 0 for sampler in self.samplers.values()])
         weights = np.where(has_prompts, self.mixture.weights, 0.0)
         targets = weights / weights.sum() * (self.drawn[has_prompts].sum() + count) - self.drawn
@@ -203,12 +203,15 @@ class MixtureSampler(PromptSampler):
         samplers = self.samplers.values()
         return sum(sampler.num_fresh(rows) for sampler, rows in zip(samplers, rows_of_sources, strict=True))
 
-    def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
+    def record(
+        self, rows: Sequence[int], scores: Sequence[float], still_informative: Collection[int] = ()
+    ) -> None:
         samplers = list(self.samplers.values())
         for row, score in zip(rows, scores, strict=True):
             number = self.mixture.source_of(row)
             row_of_source = row - int(self.mixture.starts[number])
-            samplers[number].record([row_of_source], [score], {row_of_source} if row in teaching else ())
+            informative_rows: Collection[int] = {row_of_source} if row in still_informative else ()
+            samplers[number].record([row_of_source], [score], informative_rows)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the sources' samplers: counts are added up, shares are averaged."""
@@ -265,7 +268,7 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
         if not streams:
             return RLHFDataset([str(file) for file in files], tokenizer, settings, num_rows, adapt)
         rows = RowStream(files, tokenizer, settings, adapt)
-        rows.keep(num_rows)
+        rows.limit_rows(num_rows)
         return rows
 
     if data.mixture is None:
@@ -276,14 +279,14 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     weights = []
     for source in sources:
         if source.env is None:
-            dataset = read(source.files, adapted(source))
+            dataset = read(source.files, row_adapter(source))
         else:
             from verl.environments.adapters import verifiers_rows
 
             rows = verifiers_rows(source.env["id"], source.env.get("args") or {})
-            dataset = RLHFDataset(rows, tokenizer, settings, adapt=adapted(source))
+            dataset = RLHFDataset(rows, tokenizer, settings, adapt=row_adapter(source))
         weights.append(source.weight(len(dataset)))
-        dataset.keep(source.rows_to_use(len(dataset)))
+        dataset.limit_rows(source.rows_to_use(len(dataset)))
         datasets.append(dataset)
     return Mixture(sources, datasets, weights)
 

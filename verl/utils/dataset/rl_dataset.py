@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from verl.environments.base import row_max_turns
 from verl.environments.registry import SEARCH
-from verl.utils.records.files import plain
+from verl.utils.records.files import to_jsonable
 
 Row = dict[str, Any]
 
@@ -70,14 +70,14 @@ class RLHFDataset:
                 f"Found {len(self)} rows in {origin}; expected at least the {num_rows} that "
                 "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
             )
-        self.keep(num_rows)
+        self.limit_rows(num_rows)
         if adapt is not None:
             self.rows = list(map(adapt, self.rows))
         if not self.rows:
             raise ValueError(f"Found no rows in {origin}; expected at least one.")
         if self.config["truncation"] != "left":
             self._check_lengths(origin)
-        self.num_places = len(self)  # one more than the largest index of a row
+        self.index_end = len(self)  # one more than the largest index of a row
 
     def _set_up(self, tokenizer: Any, config: Mapping[str, Any], adapt: Callable[[Row], Row] | None) -> None:
         self.tokenizer = tokenizer
@@ -87,7 +87,7 @@ class RLHFDataset:
         self.prompt_key: str = self.config["prompt_key"]
         self._has_warned = False
 
-    def keep(self, num_rows: int | None) -> None:
+    def limit_rows(self, num_rows: int | None) -> None:
         """Keep only `num_rows` rows, drawn with a fixed seed: the same as pandas' DataFrame.sample draws."""
         if num_rows is not None:
             chosen = np.random.RandomState(_SUBSET_SEED).choice(len(self), num_rows, replace=False)
@@ -109,9 +109,9 @@ class RLHFDataset:
         return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.item(self.rows[index], index)
+        return self.encode_row(self.rows[index], index)
 
-    def item(self, row: Row, index: int) -> dict[str, Any]:
+    def encode_row(self, row: Row, index: int) -> dict[str, Any]:
         """Return a row in the form in which it is asked.
 
         Returns:
@@ -136,9 +136,9 @@ class RLHFDataset:
         reward = next((value for value in rewards.values() if value is not None), None)
         episode = None
         if env_class != SEARCH:
-            extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
+            extras = {name: to_jsonable(value) for name, value in row.items() if name != self.prompt_key}
             if reward is not None:
-                extras |= {name: plain(reward) for name, cell in rewards.items() if cell is None}
+                extras |= {name: to_jsonable(reward) for name, cell in rewards.items() if cell is None}
             episode = {"env_class": env_class, "prompt": messages, "extras": extras}
         elif (max_turns := row_max_turns(row)) is not None:
             episode = {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": max_turns}}
@@ -252,7 +252,7 @@ class PromptSampler:
 
         Raises DataFailed if too many rows are retired.
         """
-        self.check_left(count)
+        self.check_enough_left(count)
         excluded = set(skip)
         chosen: list[int] = []
         while len(chosen) < count:
@@ -321,26 +321,28 @@ class PromptSampler:
         """Return how many rows are neither retired nor in `asked`."""
         return self.num_left - len(set(asked) - self.retired)
 
-    def check_left(self, count: int, left: int | None = None) -> None:
+    def check_enough_left(self, count: int, num_left: int | None = None) -> None:
         """Raise DataFailed if too many rows are retired to ask `count`, or a batch if that is less."""
-        left = self.num_left if left is None else left
-        if left < min(count, self.batch_size):
+        num_left = self.num_left if num_left is None else num_left
+        if num_left < min(count, self.batch_size):
             raise DataFailed(
-                f"{left} prompts are left that algorithm.filter_groups.retire_solved has not retired, and a "
-                f"step asks {count}: the policy solves the others. Take harder or more rows, raise "
+                f"{num_left} prompts are left that algorithm.filter_groups.retire_solved has not retired, "
+                f"and a step asks {count}: the policy solves the others. Take harder or more rows, raise "
                 "retire_solved, or call the run finished."
             )
 
-    def record(self, rows: Sequence[int], scores: Sequence[float], teaching: Collection[int] = ()) -> None:
+    def record(
+        self, rows: Sequence[int], scores: Sequence[float], still_informative: Collection[int] = ()
+    ) -> None:
         """Record the mean score of the group of each row.
 
-        `teaching` are those of the rows that are not retired, however high their score is, because their
-        answers still differ in something that can be learnt.
+        `still_informative` holds those of the rows that are not retired, however high their score is, because
+        their answers still differ in something that can be learnt.
         """
         if self.retire_solved is not None:
             pairs = zip(rows, scores, strict=True)
             solved = {row for row, score in pairs if score >= self.retire_solved}
-            self.retired |= solved.difference(teaching)
+            self.retired |= solved.difference(still_informative)
 
     def metrics(self) -> dict[str, float]:
         """Return `filter/retired`, the number of rows that are not asked again."""
@@ -458,19 +460,19 @@ def chat_messages(value: Any, column: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, Sequence | np.ndarray) or len(value) == 0:
-        raise ValueError(f"{column} holds {shown(value)}; expected text or chat messages")
+        raise ValueError(f"{column} holds {short_repr(value)}; expected text or chat messages")
     messages: list[dict[str, Any]] = []
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} of {column} is {shown(message)}; expected {{role, content}}")
+            raise ValueError(f"message {i} of {column} is {short_repr(message)}; expected {{role, content}}")
         entries = {name: item for name, item in message.items() if item is not None}
         if not isinstance(entries.get("content"), str) and not entries.get("tool_calls"):
-            raise ValueError(f"message {i} of {column} has the content {shown(message.get('content'))}")
+            raise ValueError(f"message {i} of {column} has the content {short_repr(message.get('content'))}")
         messages.append(entries)
     return messages
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a value as it appears in an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
-from verl.utils.dataset.rl_dataset import chat_messages, opening_ids, read_rows, require_columns, shown
+from verl.utils.dataset.rl_dataset import chat_messages, opening_ids, read_rows, require_columns, short_repr
 
 Segment = tuple[str, bool]  # (text, whether its tokens are trained)
 
@@ -132,7 +132,7 @@ class SFTDataset:
             value = row[column]
             for name in self.config[f"{role}_dict_keys"] or []:
                 if not isinstance(value, Mapping) or name not in value:
-                    raise ValueError(f"{column} holds {shown(value)}, without {name!r}")
+                    raise ValueError(f"{column} holds {short_repr(value)}, without {name!r}")
                 value = value[name]
             messages.append(chat_messages(value, column))
         prompt, response = messages
@@ -203,15 +203,15 @@ class SFTDataset:
         column: str = self.config["segments_key"]
         cell = row[column]
         if not isinstance(cell, list) or len(cell) == 0:
-            raise ValueError(f"{column} holds {shown(cell)}; expected a list of pieces")
+            raise ValueError(f"{column} holds {short_repr(cell)}; expected a list of pieces")
         segments: list[Segment] = []
         for i, piece in enumerate(cell):
             if not isinstance(piece, Mapping):
-                raise ValueError(f"piece {i} of {column} is {shown(piece)}; expected {{text, trained}}")
+                raise ValueError(f"piece {i} of {column} is {short_repr(piece)}; expected {{text, trained}}")
             text = piece.get("text") if piece.get("text") is not None else piece.get("content")
             if not isinstance(text, str):
                 raise ValueError(
-                    f"piece {i} of {column} has the text {shown(text)}; expected text or content"
+                    f"piece {i} of {column} has the text {short_repr(text)}; expected text or content"
                 )
             if piece.get("trained") is not None:
                 segments.append((text, _flag(piece["trained"])))
@@ -279,5 +279,5 @@ class SFTDataset:
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"trained is {shown(value)}; expected true or false")
+        raise ValueError(f"trained is {short_repr(value)}; expected true or false")
     return value

@@ -34,7 +34,8 @@ STREAMED_BYTES = {".parquet": 256 * 2**20, ".jsonl": 64 * 2**20}
 _STEPS_AHEAD = 2
 _CHECKED_ROWS = 200
 
-Held = tuple[int, Any, Any]  # index of a row, a batch, the row's number in the batch; or index, path, line
+# The index of a row, and where it is: a batch and the row's number in it, or a path and the line.
+StoredRow = tuple[int, Any, Any]
 
 
 def is_large(files: Iterable[Path]) -> bool:
@@ -115,7 +116,7 @@ class RowStream(RLHFDataset):
                     share = max(group.num_rows / WINDOW_ROWS, group.total_byte_size / WINDOW_BYTES)
                     self.groups.append(RowBlock(number, index, first, first, next_index, share))
                 self._num_rows += metadata.num_rows
-        self.num_places = next_index
+        self.index_end = next_index
         if self._num_rows == 0:
             raise ValueError(f"Found no rows in {', '.join(map(str, files))}; expected at least one.")
 
@@ -123,7 +124,7 @@ class RowStream(RLHFDataset):
         """Return the rows of an epoch; for jsonl this is an estimate from the first MiB of each file."""
         return self._num_rows if self.limit is None else self.limit
 
-    def keep(self, num_rows: int | None) -> None:
+    def limit_rows(self, num_rows: int | None) -> None:
         """Limit an epoch to its first `num_rows` rows; all epochs then have the order of the first one."""
         self.limit = None if num_rows is None or num_rows >= self._num_rows else num_rows
 
@@ -161,9 +162,9 @@ class RowStream(RLHFDataset):
         if waiting:
             yield waiting
 
-    def read(self, blocks: Sequence[RowBlock]) -> list[Held]:
+    def read(self, blocks: Sequence[RowBlock]) -> list[StoredRow]:
         """Return the rows of a window, in the order of the files; `row_of` makes rows of them."""
-        rows: list[Held] = []
+        rows: list[StoredRow] = []
         for (number, is_text), in_file in groupby(
             sorted(blocks), lambda block: (block.file, block.group < 0)
         ):
@@ -196,9 +197,9 @@ class RowStream(RLHFDataset):
                             break
         return rows
 
-    def row_of(self, held: Held) -> Row:
+    def row_of(self, stored: StoredRow) -> Row:
         """Return the row of an entry of `read`. Raises ValueError if a line is no row, or lacks a column."""
-        _index, source, inner = held
+        _index, source, inner = stored
         if isinstance(source, pa.RecordBatch):
             row: Row = source.slice(inner, 1).to_pylist()[0]
         else:
@@ -253,10 +254,10 @@ class StreamSampler(PromptSampler):
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "rows")
-            self._made = self._prompts(self.cursor)
+            self._prompt_iterator = self._prompts(self.cursor)
         self.stream.ready = {}
         try:
-            self._go_ahead()
+            self._fill_queue()
             rows = super().take(count, skip)
         except BaseException as error:  # it has ended the generator of the thread's prompts
             self.close()
@@ -283,7 +284,7 @@ class StreamSampler(PromptSampler):
             else:
                 before = self.cursor
                 index, item, self.cursor = self._ahead.popleft().result()
-                self._go_ahead()
+                self._fill_queue()
             if index not in self.retired and index not in barred:
                 rows.append(index)
                 self.stream.ready[index] = item
@@ -294,17 +295,17 @@ class StreamSampler(PromptSampler):
                 postponed.append((before, index, item))
             if self.cursor.epoch > last_epoch + 1:
                 if not barred:
-                    self.check_left(count, left=0)
+                    self.check_enough_left(count, num_left=0)
                 barred.clear()
                 postponed.clear()
                 last_epoch = self.cursor.epoch
         self._postponed = [*postponed, *waiting]
         return rows
 
-    def _go_ahead(self) -> None:
+    def _fill_queue(self) -> None:
         """Have the thread make prompts until `num_ahead` of them are ready, and one more."""
         while self._thread is not None and len(self._ahead) <= self.num_ahead:
-            self._ahead.append(self._thread.submit(next, self._made))
+            self._ahead.append(self._thread.submit(next, self._prompt_iterator))
 
     def _prompts(self, cursor: Cursor) -> Iterator[tuple[int, dict[str, Any], Cursor]]:
         """Yield (index, item, the cursor after it) of each row from `cursor` on, without end."""
@@ -327,15 +328,15 @@ class StreamSampler(PromptSampler):
                 start = cursor.offset if number == cursor.window else 0
                 stop = len(rows) if limit is None else min(len(rows), start + limit - position)
                 for offset in range(start, stop):
-                    held = rows[int(order[offset])]
-                    index = held[0]
-                    row = stream.row_of(held)
+                    stored = rows[int(order[offset])]
+                    index = stored[0]
+                    row = stream.row_of(stored)
                     position += 1
                     too_long = None if truncation == "left" else stream.too_long(row)
                     if too_long is None:
                         has_prompts = True
                         after = Cursor(cursor.epoch, position, number, offset + 1, skipped)
-                        yield index, stream.item(row, index), after
+                        yield index, stream.encode_row(row, index), after
                     elif truncation == "skip":
                         skipped += 1
                     else:

@@ -17,25 +17,25 @@ def write_text_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """Return a value that JSON can hold.
 
     Arrays become lists, numpy numbers python's, nan and infinity null.
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | np.ndarray):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, np.generic):
-        return plain(value.item())
+        return to_jsonable(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return the JSON of `plain(value)`, with non-ASCII letters as they are."""
-    return json.dumps(plain(value), ensure_ascii=False, indent=indent)
+    """Return the JSON of `to_jsonable(value)`, with non-ASCII letters as they are."""
+    return json.dumps(to_jsonable(value), ensure_ascii=False, indent=indent)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

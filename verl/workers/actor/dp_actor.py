@@ -32,7 +32,7 @@ from verl.algos.rollout_correction import rollout_agreement
 from verl.protocol import DataProto
 from verl.utils.device import to_device
 from verl.utils.packing import PackedMicroBatch
-from verl.utils.turn_rows import TRAJECTORY, joined, split_into_turns
+from verl.utils.turn_rows import TRAJECTORY, rows_to_trajectories, split_into_turns
 from verl.workers.actor.step_bound import StepBound
 from verl.workers.engine.base import Engine, Outputs, Share
 from verl.workers.engine.update_loop import (
@@ -369,7 +369,7 @@ class DataParallelPPOActor:
             mask = trajectories["response_mask"].bool()
             rollout = trajectories["rollout_log_probs"]
             if TRAJECTORY in batch:
-                first_log_probs = joined(first_log_probs, batch, mask.shape)
+                first_log_probs = rows_to_trajectories(first_log_probs, batch, mask.shape)
             compared = mask & ~first_log_probs.isnan()
             metrics |= rollout_agreement(rollout, first_log_probs, compared, self.engine.reduce)
         return metrics

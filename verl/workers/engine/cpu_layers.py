@@ -79,14 +79,14 @@ def _forward(
     position_embeddings: tuple[Tensor, Tensor],
     packing: Packing,
     is_last: bool,
-    wanted: Tensor | None = None,
+    output_positions: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
     """Compute a layer: [1, T, D] float32 -> the same shape and dtype.
 
     The last layer computes only the wanted tokens, and returns [1, Q, D] (see `shorten_last_layer`).
     """
-    wanted = wanted if is_last else None
+    output_positions = output_positions if is_last else None
     attention = self.self_attn
     mlp = self.mlp
     is_gemma = isinstance(self, Gemma3DecoderLayer)
@@ -108,14 +108,14 @@ def _forward(
         value,
         None,
         scaling=attention.scaling,
-        packing=packing if wanted is None else replace(packing, wanted=wanted),
+        packing=packing if output_positions is None else replace(packing, output_positions=output_positions),
         sliding_window=getattr(window_config, "sliding_window", None),
     )[0]
     attended = attended[0].flatten(1)
-    if wanted is not None:
-        own_wanted = packing.own(wanted)
-        x = x.index_select(0, own_wanted)
-        attended = attended.index_select(0, own_wanted)
+    if output_positions is not None:
+        local_positions = packing.local_positions(output_positions)
+        x = x.index_select(0, local_positions)
+        attended = attended.index_select(0, local_positions)
     out = attention.o_proj(attended)
     if is_gemma:
         x = _Norm.apply(out, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps, 1.0, x)

@@ -232,7 +232,7 @@ class TrainEngine(Engine):
         group = self.layout.sequence
         sharded = None if group is None else shard_micro_batch(micro_batch, group)
         with self._autocast():
-            outputs: Outputs = self.module(micro_batch if sharded is None else sharded.own, **options)
+            outputs: Outputs = self.module(micro_batch if sharded is None else sharded.local, **options)
         return outputs if sharded is None else sharded.gather(outputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -92,7 +92,7 @@ class Precision:
 def shorten_last_layer(backbone: nn.Module) -> bool:
     """Let the last layer compute only wanted tokens.
 
-    The backbone's forward then takes a keyword `wanted`, the positions of these tokens in the pack,
+    The backbone's forward then takes a keyword `output_positions`, the positions of these tokens in the pack,
     ascending. With it the backbone returns hidden states [1, Q, D] instead of [1, T, D], those of the Q
     wanted tokens that this process has.
 
@@ -107,16 +107,23 @@ def shorten_last_layer(backbone: nn.Module) -> bool:
 
 
 def _short_forward(
-    self: Any, hidden_states: Tensor, *, packing: Packing, wanted: Tensor | None = None, **kwargs: Any
+    self: Any,
+    hidden_states: Tensor,
+    *,
+    packing: Packing,
+    output_positions: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor:
-    if wanted is None:
+    if output_positions is None:
         output: Tensor = type(self).forward(self, hidden_states, packing=packing, **kwargs)
         return output
     normed = self.input_layernorm(hidden_states)
-    attended, _ = self.self_attn(hidden_states=normed, packing=replace(packing, wanted=wanted), **kwargs)
-    own_wanted = packing.own(wanted)
-    rows = hidden_states.index_select(1, own_wanted)
-    attended = attended.index_select(1, own_wanted)
+    attended, _ = self.self_attn(
+        hidden_states=normed, packing=replace(packing, output_positions=output_positions), **kwargs
+    )
+    local_positions = packing.local_positions(output_positions)
+    rows = hidden_states.index_select(1, local_positions)
+    attended = attended.index_select(1, local_positions)
     if isinstance(self, Gemma3DecoderLayer):  # it also norms the output of each half
         rows = rows + self.post_attention_layernorm(attended)
         return rows + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
@@ -225,11 +232,11 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short:
         position_ids=micro_batch.position_ids,
         use_cache=False,
         packing=micro_batch.packing,
-        **({"wanted": micro_batch.predicting} if is_short else {}),
+        **({"output_positions": micro_batch.predicting} if is_short else {}),
     )
     rows = micro_batch.predicted_from
     if is_short:
-        rows = torch.searchsorted(micro_batch.packing.own(micro_batch.predicting), rows)
+        rows = torch.searchsorted(micro_batch.packing.local_positions(micro_batch.predicting), rows)
     return output.last_hidden_state[0].index_select(0, rows)
 
 

@@ -74,7 +74,7 @@ class _Stage(GPTModel):
 
     def _hidden_states(self, pack: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
         """Return [t, 1, D] after this stage's layers, for the t tokens of this process and tensor rank."""
-        local_pack = pack if sharded is None else sharded.own
+        local_pack = pack if sharded is None else sharded.local
         like = torch.empty((), dtype=self.config.params_dtype, device=local_pack.position_ids.device)
         cos, sin = self.rotary(like, local_pack.position_ids)
         embedded = self.embedding(local_pack.input_ids, local_pack.position_ids) if self.pre_process else None
@@ -111,7 +111,7 @@ class PolicyStage(_Stage):
         hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
-        local_pack = pack if sharded is None else sharded.own
+        local_pack = pack if sharded is None else sharded.local
         group = mpu.get_tensor_model_parallel_group()
         hidden = gather_from_sequence_parallel_region(hidden)
         rows = hidden[:, 0].index_select(0, local_pack.predicted_from)
@@ -146,7 +146,7 @@ class ValueStage(_Stage):
         hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
-        local_pack = pack if sharded is None else sharded.own
+        local_pack = pack if sharded is None else sharded.local
         # every tensor rank computes all values, and each its own gradient
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         rows = hidden[:, 0].index_select(0, local_pack.predicted_from)

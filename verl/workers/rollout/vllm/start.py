@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verl.utils.announcing import without_collections
+from verl.utils.announcing import gc_paused
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 INSTALL = "pip install -c constraints-vllm.txt vllm (CUDA) or scripts/test_vllm.sh (CPU)"
@@ -53,7 +53,7 @@ _FIXED = {
 _live_engines = 0  # the engines of a process share vLLM's groups, which end with the last engine
 
 
-@without_collections()
+@gc_paused()
 def start(arguments: dict[str, Any]) -> Any:
     """Start vLLM's `LLMEngine` with random weights. On CPU it has no graphs and compiles nothing.
 
