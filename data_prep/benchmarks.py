@@ -31,7 +31,7 @@ from data_prep.microworld import write_world
 from data_prep.prompts import SEARCH_PROMPT, fill_prompt
 from data_prep.squad import Passages, add_passage
 from verl.utils.records.files import write_lines
-from verl.verifiers.reasoning_gym import library
+from verl.verifiers.reasoning_gym import import_library
 
 NAMES = ("humaneval", "ifeval", "reasoning_gym", "microworld", "xquad")
 IFEVAL = ("google/IFEval", "ifeval_input_data.jsonl")
@@ -137,13 +137,13 @@ def _ifeval(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _reasoning_gym(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any]]:
-    if not arguments or arguments[0] not in library("reasoning_gym.factory").DATASETS:
+    if not arguments or arguments[0] not in import_library("reasoning_gym.factory").DATASETS:
         raise ValueError(
             f"found benchmark {name!r}; expected reasoning_gym:TASK, a data set of reasoning-gym"
         )
     task = arguments[0]
     count = _number(arguments[1:], 100, name)
-    for entry in library("reasoning_gym").create_dataset(task, size=count, seed=0):
+    for entry in import_library("reasoning_gym").create_dataset(task, size=count, seed=0):
         yield _ANSWER.format(entry["question"]), "reasoning_gym", {"task": task, "entry": entry}
 
 

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from data_prep.files import PARQUET_ROWS, describe, read_records, run_command
 from verl.config import load_config
 from verl.utils.dataset.mixture import verifier_entry
-from verl.verifiers.base import Sample, VerifierSettings, parsed
+from verl.verifiers.base import Sample, VerifierSettings, parse_literal
 from verl.verifiers.registry import Assigned, Verifiers, assigned_verifiers, check_name
 from verl.verifiers.text import as_labels
 
@@ -182,7 +182,8 @@ def _read(record: Any, options: argparse.Namespace) -> tuple[list[Any], str | No
     answer_values = [record[column] for column in answers if record.get(column) is not None]
     if not answer_values:
         raise ValueError(f"no {' or '.join(answers)}; its keys are {sorted(record)}")
-    return messages, None, [verifier_entry(options.verifier, answer_values[0])], parsed(record.get("info"))
+    info = parse_literal(record.get("info"))
+    return messages, None, [verifier_entry(options.verifier, answer_values[0])], info
 
 
 def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def _prime_verifier(record: dict[str, Any]) -> dict[str, Any]:
     It is math, code by asserts or by stdin, or a judge with a reference. Raises ValueError if the row can't
     be verified.
     """
-    info = parsed(record.get("verification_info"))
+    info = parse_literal(record.get("verification_info"))
     if not isinstance(info, dict):
         raise ValueError(f"expected an object in verification_info, found {describe(info)}")
     if "ground_truth" in info:
@@ -231,7 +232,7 @@ def _assert_line(function: str, arguments: Any, expected: Any) -> str:
     values = []
     for value in (arguments, expected):
         try:
-            values.append(parsed(value))
+            values.append(parse_literal(value))
         except ValueError:
             values.append(value)  # plain text is itself an argument
     argument_list = values[0] if isinstance(values[0], list) else [values[0]]

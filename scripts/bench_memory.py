@@ -152,9 +152,9 @@ def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[
     passes = Passes(config)
     block = config.actor_rollout_ref
     actor_class, critic_class = worker_classes(config)
-    role = "actor_rollout_ref" if passes.reference else "actor_rollout"
+    role = "actor_rollout_ref" if passes.needs_reference else "actor_rollout"
     actor = actor_class(block, role, partial(LongestAgent, work), device="cpu")
-    workers = [actor, *([critic_class(config.critic, device="cpu")] if passes.values else [])]
+    workers = [actor, *([critic_class(config.critic, device="cpu")] if passes.needs_values else [])]
     generator = torch.Generator().manual_seed(rank)
     batch = DataProto()
     vocabulary = load_hf_config(block.model).get_text_config().vocab_size
@@ -179,9 +179,9 @@ def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[
     for _ in range(2):
         yield "rollout", generate
         yield "log_probs", lambda: batch.union(actor.compute_log_prob(batch))
-        if passes.reference:
+        if passes.needs_reference:
             yield "reference", lambda: batch.union(actor.compute_ref_log_prob(batch))
-        if passes.values:
+        if passes.needs_values:
             yield "values", lambda: batch.union(workers[1].compute_values(batch))
             yield "update_critic", lambda: workers[1].update_critic(batch)
         yield "update_actor", lambda: actor.update_actor(batch)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 
-def play(program: str, argv: Sequence[str]) -> int:
+def run_process(program: str, argv: Sequence[str]) -> int:
     """Run a process of a run to its end; return the exit status.
 
     Args:
@@ -41,4 +41,4 @@ def play(program: str, argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(play("train_worker", sys.argv[1:]))
+    sys.exit(run_process("train_worker", sys.argv[1:]))

@@ -170,11 +170,13 @@ class SearchEnvironment(BaseTextEnv):
         return outputs
 
     @classmethod
-    def _submit(cls, envs: Sequence[Any], asked: Mapping[int, str]) -> dict[int, Future[list[FoundDocument]]]:
+    def _submit(
+        cls, envs: Sequence[Any], queries: Mapping[int, str]
+    ) -> dict[int, Future[list[FoundDocument]]]:
         """Start the searches of some of these episodes, whose turns are counted already.
 
         Args:
-            asked: Maps the index of an episode in `envs` to its query.
+            queries: Maps the index of an episode in `envs` to its query.
 
         Returns:
             Maps the same index to a future of the documents. These are the server's, or those that the row's
@@ -183,7 +185,7 @@ class SearchEnvironment(BaseTextEnv):
         plain: dict[int, str] = {}
         shuffled: dict[int, ShuffledSearch] = {}
         futures: dict[int, Future[list[FoundDocument]]] = {}
-        for index, query in asked.items():
+        for index, query in queries.items():
             env = envs[index]
             if env.control is None:
                 plain[index] = query

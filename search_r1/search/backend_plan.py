@@ -66,7 +66,7 @@ def plan_backends(names: str, index_paths: str | None, models: str | None) -> li
     if len(set(words)) < len(words):
         raise ValueError(f"--retriever_name: found {names!r}, where a name stands twice")
 
-    def deal_out(flag: str, value: str | None, names: list[str]) -> dict[str, str | None]:
+    def split_by_name(flag: str, value: str | None, names: list[str]) -> dict[str, str | None]:
         entries = value.split(",") if value and len(names) > 1 else [value] * len(names)
         if len(entries) != len(names):
             raise ValueError(
@@ -75,9 +75,9 @@ def plan_backends(names: str, index_paths: str | None, models: str | None) -> li
             )
         return {name: (entry or "").strip() or None for name, entry in zip(names, entries, strict=True)}
 
-    paths = deal_out("--index_path", index_paths, [word for word in words if word not in ONLINE])
+    paths = split_by_name("--index_path", index_paths, [word for word in words if word not in ONLINE])
     dense = [word for word in words if word not in (*ONLINE, *SPARSE)]
-    encoders = deal_out("--retriever_model", models, dense)
+    encoders = split_by_name("--retriever_model", models, dense)
     return [_plan(word, paths.get(word), encoders.get(word)) for word in words]
 
 
@@ -85,7 +85,7 @@ def _plan(name: str, index_path: str | None, model: str | None) -> BackendPlan:
     path = Path(index_path) if index_path else None
     if name in ONLINE:
         return BackendPlan(name, name)
-    held_kind = holds(path)
+    held_kind = index_kind(path)
     if name in SPARSE:
         kind = "lucene" if "lucene" in (name, held_kind) else "bm25"
         if kind == "lucene" and path is None:
@@ -125,7 +125,7 @@ DESCRIPTIONS = {
 }
 
 
-def holds(path: Path | None) -> str:
+def index_kind(path: Path | None) -> str:
     """Return what is at an index path: a key of DESCRIPTIONS.
 
     Raises ValueError for a broken manifest.
@@ -147,9 +147,9 @@ def holds(path: Path | None) -> str:
     return "faiss" if start[:1] == b"I" and start[1:4].isalnum() else "unknown"
 
 
-def _wrong_index(path: Path, held: str, expected: str) -> ValueError:
-    message = f"--index_path: {path} {DESCRIPTIONS[held]}"
-    return ValueError(message if held in ("begun", "lfs") else f"{message}, {expected}")
+def _wrong_index(path: Path, actual_kind: str, expected: str) -> ValueError:
+    message = f"--index_path: {path} {DESCRIPTIONS[actual_kind]}"
+    return ValueError(message if actual_kind in ("begun", "lfs") else f"{message}, {expected}")
 
 
 def check_at_least(values: object, least: float, *names: str) -> None:

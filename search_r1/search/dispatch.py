@@ -100,7 +100,7 @@ class _Search:
 
     key: Key
     futures: list[Future[Documents]] = field(default_factory=list)
-    requests: list[_PostedBatch] = field(default_factory=list)  # those that carry it now
+    requests: list[_Request] = field(default_factory=list)  # those that carry it now
     first_address: _Address | None = None
     nonsense_from: set[_Address] = field(default_factory=set)
     limit: int = MAX_BATCH  # the largest batch it may travel in, since one that fails is sent again in parts
@@ -110,7 +110,7 @@ class _Search:
 
 
 @dataclass(eq=False)
-class _PostedBatch:
+class _Request:
     """One HTTP request under way.
 
     `is_single` says that it is in the words of a server that takes one query a request.
@@ -160,7 +160,7 @@ class Dispatcher:
             else:
                 self.statistics["shared"] += 1
             search.futures.append(future)
-            _loop().call_at(submitted + self.timeout, self._expire, search, future)
+            _running_loop().call_at(submitted + self.timeout, self._expire, search, future)
         self._dispatch()
 
     async def close(self) -> None:
@@ -208,7 +208,7 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         """Send what waits to the addresses that have room."""
-        now = _loop().time()
+        now = _running_loop().time()
         up = [address for address in self.addresses if not address.num_failures]
         share = max(MIN_SHARE, -(-len(self._waiting) // max(1, len(up))))
         down = [address for address in self.addresses if address.num_failures and not address.in_flight]
@@ -226,7 +226,7 @@ class Dispatcher:
             self._wake.cancel()
         pauses = [address.paused_until for address in down if not address.in_flight]
         if self._waiting and pauses and not up:
-            self._wake = _loop().call_at(max(now, min(pauses)), self._dispatch)
+            self._wake = _running_loop().call_at(max(now, min(pauses)), self._dispatch)
 
     def _take_batch(self, limit: int) -> list[_Search]:
         """Take the searches that go next, at most `limit`, all with one topk."""
@@ -243,18 +243,20 @@ class Dispatcher:
     def _start(self, address: _Address, batch: list[_Search]) -> None:
         address.in_flight += 1
         address.last_used = time.monotonic()
-        request = _PostedBatch(address, batch, address.takes_single_query and len(batch) == 1, _loop().time())
+        request = _Request(
+            address, batch, address.takes_single_query and len(batch) == 1, _running_loop().time()
+        )
         for search in batch:
             search.requests.append(request)
             search.first_address = search.first_address or address
         patience = self.timeout / (len(self.addresses) + 1)
         if len(self.addresses) > 1 and self._usual_seconds is not None:
             patience = min(patience, max(MIN_PATIENCE, USUAL_TIMES * self._usual_seconds))
-        request.timer = _loop().call_later(patience, self._overdue, request)
-        request.task = _loop().create_task(self._post(request))
-        request.task.add_done_callback(lambda task: self._ended(request, task))
+        request.timer = _running_loop().call_later(patience, self._resend_overdue, request)
+        request.task = _running_loop().create_task(self._post(request))
+        request.task.add_done_callback(lambda task: self._on_request_done(request, task))
 
-    async def _post(self, request: _PostedBatch) -> tuple[httpx.Response, bytes]:
+    async def _post(self, request: _Request) -> tuple[httpx.Response, bytes]:
         queries = [search.key[0] for search in request.searches]
         topk = request.searches[0].key[1]
         fields: dict[str, object] = {"queries": queries, "topk": topk, "return_scores": True}
@@ -271,18 +273,18 @@ class Dispatcher:
                     raise httpx.DecodingError(f"the reply is larger than {MAX_REPLY_BYTES} bytes")
         return response, bytes(body)
 
-    def _overdue(self, request: _PostedBatch) -> None:
+    def _resend_overdue(self, request: _Request) -> None:
         """Send the queries of a request once more because nothing came for long. The request stays open."""
-        seconds = _loop().time() - request.started
+        seconds = _running_loop().time() - request.started
         request.is_overdue = True
         request.address.in_flight -= 1
-        self._failed(request, f"{request.address.name}: no answer for {seconds:.1f} s")
+        self._pause_address(request, f"{request.address.name}: no answer for {seconds:.1f} s")
         copies = max(2, len(self.addresses))
-        self._again([search for search in request.searches if len(search.requests) < copies])
+        self._requeue([search for search in request.searches if len(search.requests) < copies])
 
     # ---- what came back
 
-    def _ended(self, request: _PostedBatch, task: asyncio.Task[tuple[httpx.Response, bytes]]) -> None:
+    def _on_request_done(self, request: _Request, task: asyncio.Task[tuple[httpx.Response, bytes]]) -> None:
         address = request.address
         searches = request.searches
         request.timer.cancel()
@@ -296,13 +298,13 @@ class Dispatcher:
         except asyncio.CancelledError:
             pass  # nobody waits for it any more
         except httpx.TransportError as error:
-            self._failed(request, f"{address.name}: {reason_of(error)}")
+            self._pause_address(request, f"{address.name}: {reason_of(error)}")
             address.is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             # If there was a connection, a query may have brought the server down.
-            self._again(searches, in_parts=not address.is_unreachable)
+            self._requeue(searches, in_parts=not address.is_unreachable)
         except Exception as error:  # another error of httpx, or our own mistake: the callers must hear of it
             reason = error if isinstance(error, SearchError) else reason_of(error)
-            self._nonsense(request, searches, f"{address.name}: {reason}")
+            self._reject_reply(request, searches, f"{address.name}: {reason}")
         else:
             if response.is_success:
                 self._answered(request, results)
@@ -310,51 +312,51 @@ class Dispatcher:
                 self._refused(request, response, body)
         self._dispatch()
 
-    def _refused(self, request: _PostedBatch, response: httpx.Response, body: bytes) -> None:
+    def _refused(self, request: _Request, response: httpx.Response, body: bytes) -> None:
         address = request.address
         searches = request.searches
         status = response.status_code
         problem = f"{address.name} answered {status}: {error_text(body)}"
         if status >= 500 or status in (408, 429):
-            self._failed(request, problem, retry_after(response.headers))
-            self._again(searches, in_parts=status in (500, 501, 503))
+            self._pause_address(request, problem, retry_after(response.headers))
+            self._requeue(searches, in_parts=status in (500, 501, 503))
             return
         address.revive()
         if not request.is_single and wants_single_query(status, body):
             address.takes_single_query = True
-            self._again(searches)
+            self._requeue(searches)
         elif status in (400, 413, 422) and len(searches) > 1:  # one of them is at fault, the others go on
-            self._again(searches, in_parts=True)
+            self._requeue(searches, in_parts=True)
         else:
             for search in searches:
                 self._finish(search, SearchError(problem))
 
-    def _answered(self, request: _PostedBatch, results: list[Documents | SearchError]) -> None:
-        seconds = _loop().time() - request.started
+    def _answered(self, request: _Request, results: list[Documents | SearchError]) -> None:
+        seconds = _running_loop().time() - request.started
         self.statistics["requests"] += 1
         self.statistics["request_seconds"] += seconds
         self._usual_seconds = 0.8 * (self._usual_seconds or seconds) + 0.2 * seconds
         request.address.revive()
         for search, result in zip(request.searches, results, strict=True):
             if isinstance(result, SearchError):
-                self._nonsense(request, [search], f"{request.address.name}: {result}")
+                self._reject_reply(request, [search], f"{request.address.name}: {result}")
             elif not search.is_done:
                 self.statistics["failovers"] += search.first_address is not request.address
                 self._finish(search, result)
 
-    def _nonsense(self, request: _PostedBatch, searches: list[_Search], problem: str) -> None:
+    def _reject_reply(self, request: _Request, searches: list[_Search], problem: str) -> None:
         """Blame an address for a reply without sense. A search fails when every address gave such a reply."""
-        self._failed(request, problem)
+        self._pause_address(request, problem)
         for search in searches:
             search.nonsense_from.add(request.address)
             if len(search.nonsense_from) == len(self.addresses):
                 self._finish(search, SearchError(problem))
-        self._again(searches)
+        self._requeue(searches)
 
-    def _failed(self, request: _PostedBatch, problem: str, told_pause: float | None = None) -> None:
+    def _pause_address(self, request: _Request, problem: str, told_pause: float | None = None) -> None:
         """Leave an address alone for a while, for `told_pause` seconds at least."""
         self.statistics["failed_requests"] += 1
-        now = _loop().time()
+        now = _running_loop().time()
         address = request.address
         pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(address.num_failures, 10))
         pause *= self._jitter.uniform(0.5, 1.0)
@@ -368,7 +370,7 @@ class Dispatcher:
         for search in request.searches:
             search.problem = problem
 
-    def _again(self, searches: list[_Search], in_parts: bool = False, at_the_end: bool = False) -> None:
+    def _requeue(self, searches: list[_Search], in_parts: bool = False, at_the_end: bool = False) -> None:
         """Let searches wait again, in front, but for those that another request carries.
 
         With `in_parts` they go in batches of half the size, so that a query that breaks its request ends up
@@ -381,7 +383,7 @@ class Dispatcher:
             rounds = max(search.num_broken for search in searches) // len(self.addresses)
             if len(searches) == 1 and rounds:
                 pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(rounds, 10))
-                _loop().call_later(pause, self._again, searches, False, True)
+                _running_loop().call_later(pause, self._requeue, searches, False, True)
                 return
         for search in reversed(searches):
             if not search.is_done and all(request.is_overdue for request in search.requests):
@@ -390,4 +392,4 @@ class Dispatcher:
         self._dispatch()
 
 
-_loop = asyncio.get_running_loop
+_running_loop = asyncio.get_running_loop

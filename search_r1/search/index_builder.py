@@ -114,7 +114,7 @@ def _check_method(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--embedding_path: {path} is an exact index already; give a --faiss_type")
 
 
-def check_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusReport:
+def check_corpus_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusReport:
     """Check the corpus and report on it.
 
     Raises ValueError that names the first broken lines and double ids.
@@ -124,16 +124,16 @@ def check_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusR
     report(f"{checked.path}: {sizes}, sha256 {checked.sha256}")
     faults = []
     for group, description, is_allowed in (
-        (checked.empty, "documents without text", True),
-        (checked.broken, "broken lines; mend or remove them", False),
-        (checked.duplicates, "ids that stand in several lines", arguments.allow_duplicate_ids),
+        (checked.empty_documents, "documents without text", True),
+        (checked.broken_lines, "broken lines; mend or remove them", False),
+        (checked.duplicate_ids, "ids that stand in several lines", arguments.allow_duplicate_ids),
     ):
         text = f"{checked.path} has {group.count:,} {description}: {group}"
         if group.count and is_allowed:
             report(f"note: {text}")
         elif group.count:
             faults.append(text)
-    if checked.duplicates.count and not arguments.allow_duplicate_ids:
+    if checked.duplicate_ids.count and not arguments.allow_duplicate_ids:
         faults.append("  (--allow_duplicate_ids builds an index although ids stand in several lines)")
     if faults:
         raise ValueError("\n".join(faults))
@@ -229,7 +229,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> None:
     """
     check_arguments(arguments)
     progress = progress_lines(report)
-    checked = check_or_raise(arguments, progress)
+    checked = check_corpus_or_raise(arguments, progress)
     if arguments.check_only:
         report("the corpus is in order")
         return

@@ -42,8 +42,8 @@ API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
 Report = Callable[[str], None]
 
 
-def _setting(default: float, about: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": about})
+def _setting(default: float, help_text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_text})
 
 
 @dataclasses.dataclass(frozen=True)

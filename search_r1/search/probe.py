@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from search_r1.search.backend_plan import DESCRIPTIONS, holds
+from search_r1.search.backend_plan import DESCRIPTIONS, index_kind
 from search_r1.search.client import SearchClient, SearchError, parse_urls
 from search_r1.search.corpus import file_identity
 from search_r1.search.manifest import check_files, read_manifest
@@ -92,7 +92,7 @@ class RetrievalProbe:
             ValueError: If the index is not whole, or if there is none.
         """
         folder = Path(path)
-        kind = holds(folder)
+        kind = index_kind(folder)
         if kind in ("nothing", "begun", "lfs", "unknown"):
             raise ValueError(f"it {DESCRIPTIONS[kind]}")
         manifest = read_manifest(folder)

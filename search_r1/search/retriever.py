@@ -56,10 +56,10 @@ SearchResult = tuple[list[list[Document]], list[list[float]]]
 def best_first(scored: Iterable[list[tuple[Document, float]]], topk: int) -> SearchResult:
     """Return the best `topk` of each query's documents, with ties ordered by row."""
 
-    def place(pair: tuple[Document, float]) -> tuple[float, float]:
+    def sort_key(pair: tuple[Document, float]) -> tuple[float, float]:
         return -pair[1], math.inf if pair[0].row is None else pair[0].row
 
-    rows = [sorted(row, key=place)[:topk] for row in scored]
+    rows = [sorted(row, key=sort_key)[:topk] for row in scored]
     return [[document for document, _ in row] for row in rows], [[score for _, score in row] for row in rows]
 
 

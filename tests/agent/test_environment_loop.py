@@ -190,7 +190,9 @@ def test_an_environment_without_figures_ends_as_any_other(name, mood):
 
 
 def test_a_process_whose_environment_has_no_figures_serves_the_next_episode():
-    workers = KillableWorkers("verl.environments.executors:act", 0.0, ["import", "loop_environments"])
+    workers = KillableWorkers(
+        "verl.environments.executors:handle_request", 0.0, ["import", "loop_environments"]
+    )
     pids = []
     with contextlib.closing(workers):
         for mood in ("", "bad figures", "no figures", ""):

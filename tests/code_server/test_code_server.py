@@ -12,7 +12,7 @@ import pytest
 
 from verl.code_server import client as client_module
 from verl.code_server import walls
-from verl.code_server.client import TORN, CodeClient, own_server, read_results
+from verl.code_server.client import MALFORMED_REPLY_ERRORS, CodeClient, own_server, read_results
 from verl.code_server.plain import modules_if_plain
 from verl.verifiers.base import CouldNotVerify
 
@@ -282,7 +282,7 @@ def test_a_server_that_dies_is_replaced():
      {"results": [1], "runtimes": [float("nan")]}, {"results": ["1"], "runtimes": [0.1]}],
 )  # fmt: skip
 def test_a_torn_reply_is_none(reply):
-    with pytest.raises(TORN):
+    with pytest.raises(MALFORMED_REPLY_ERRORS):
         read_results(reply, 1)
 
 

@@ -40,13 +40,13 @@ from verl.environments.base import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.preflight.machine_checks import find_wrong_corpora
 from verl.preflight.plan import Hardware, Plan, report
-from verl.preflight.preflight import look, start_is_sound
+from verl.preflight.preflight import passes_quick_checks, run_preflight
 from verl.preflight.target import Target
 from verl.protocol import DataProto, object_array
 from verl.trainer import main_ppo, restarts
 from verl.trainer.config import validate
 from verl.trainer.main_ppo_format import format_score
-from verl.trainer.placement import needs_ray, place, processes_on_nodes, roles_of
+from verl.trainer.placement import decide_machine_settings, needs_ray, processes_on_nodes, roles_of
 from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
@@ -363,7 +363,7 @@ def placed(config: Config) -> Any:
     torch.cuda.device_count = lambda: 1
     try:
         if not ray:
-            place(config)
+            decide_machine_settings(config)
     finally:
         torch.cuda.device_count = kept
     return ray, config.trainer.device, processes_on_nodes(config), roles_of(Passes(config))
@@ -410,10 +410,10 @@ def corpora(config: Config) -> Any:
 def start(config: Config) -> Any:
     """Which checks a run makes at its start."""
     try:
-        start_is_sound(config)
+        passes_quick_checks(config)
     except ValueError as error:
         return str(error)
-    return look(Target(config, at_start=True), skip=config.trainer.doctor_skip).checks
+    return run_preflight(Target(config, at_start=True), skip=config.trainer.doctor_skip).checks
 
 
 def restart(config: Config) -> Any:
@@ -431,7 +431,7 @@ def restart(config: Config) -> Any:
         run = restarts.RestartingRun(config, lambda _: trainer)
         run.trainer = trainer
         try:
-            run._after(RuntimeError("a worker died"))
+            run._handle_failure(RuntimeError("a worker died"))
             run.start()
         except RunStopped as error:
             return str(error)

@@ -89,6 +89,6 @@ def uploads(config: Config) -> Any:
             store.begin(step)
             store.commit(step)
         limit = None if store.uploads is None else store.uploads.deadline
-        store.waits_for_uploads = True
+        store.ended_well = True
         store.end_uploads()
         return limit, sorted(path.name for path in Path(folder, "far").rglob("*"))

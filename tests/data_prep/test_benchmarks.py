@@ -14,7 +14,7 @@ from data_prep.benchmarks import benchmark_file
 from verl.config.environments import VerifiersConfig
 from verl.trainer import main_evaluate
 from verl.verifiers.base import Sample, VerifierSettings
-from verl.verifiers.registry import Verifiers, try_row, verifiers_of
+from verl.verifiers.registry import Verifiers, assigned_of_row, try_row
 
 IFEVAL = [
     {
@@ -37,7 +37,9 @@ def scores(*pairs):
         assert verifiers.check_rows([row for row, _ in pairs]) == len(pairs)
         return [
             result.score
-            for result in verifiers.verify([(Sample(text, None), verifiers_of(row)) for row, text in pairs])
+            for result in verifiers.verify(
+                [(Sample(text, None), assigned_of_row(row)) for row, text in pairs]
+            )
         ]
     finally:
         verifiers.close()

@@ -12,7 +12,7 @@ from data_prep.names import NAME_PARTS, is_held_out
 from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.corpus import Corpus
 from verl.config import load_config
-from verl.preflight.preflight import look
+from verl.preflight.preflight import run_preflight
 from verl.preflight.target import Target
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_the_run_on_these_files_is_sound_and_the_longest_trajectory_fits(folder,
     model = f"actor_rollout_ref.model.path={ROOT}/data_prep/base_model"
     line = [f"@{ROOT}/configs/hops.yaml", f"@{folder}/settings.yaml", model]
     config = load_config([*line, f"trainer.default_local_dir={tmp_path}"])
-    assert look(Target(config), only=["settings", "batches", "lengths", "data"]).findings == []
+    assert run_preflight(Target(config), only=["settings", "batches", "lengths", "data"]).findings == []
     tokenizer = AutoTokenizer.from_pretrained(f"{ROOT}/data_prep/base_model")
     data = config.data
     rows = [row for file in files for row in pd.read_parquet(file).to_dict("records")]

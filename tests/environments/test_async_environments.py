@@ -12,11 +12,11 @@ import pytest
 
 from verl.config.environments import EnvironmentConfig
 from verl.environments.base import BaseTextEnv, EpisodeFailed
-from verl.environments.executors import Environments, act
+from verl.environments.executors import Environments, handle_request
 from verl.verifiers.workers import KillableWorkers, ProcessEnded
 
 HERE = "test_async_environments"
-ACT = "verl.environments.executors:act"
+ACT = "verl.environments.executors:handle_request"
 closed: list[str] = []
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_ends_in_haste_closes_what_waits_and_what_is_being_made(stage
     making = runner.open({"name": "slow start"}, [], 3)
     time.sleep(0.05)
     started = time.perf_counter()
-    environments.give_up()
+    environments.fail_pending_calls()
     runner.close(episode)
     environments.wait_for_ends(5.0)
     wait([step, making], 5)
@@ -190,7 +190,7 @@ def test_one_that_is_made_when_the_run_ends_is_closed_once(stage):
     environments = stage()
     future = environments[f"{HERE}:Leaves"].open({}, [], 3)
     assert Leaves.made.wait(5)
-    environments.give_up()
+    environments.fail_pending_calls()
     assert isinstance(future.exception(5), EpisodeFailed)
     Leaves.go.set()
     until(lambda: closed)
@@ -237,7 +237,7 @@ def test_an_end_in_haste_closes_all_episodes_that_are_at_nothing(stage, name):
     environments = stage()
     runner = environments[f"{HERE}:{name}"]
     episodes = opened(runner, map(str, range(40)))
-    environments.give_up()
+    environments.fail_pending_calls()
     for episode in episodes:
         runner.close(episode)
     environments.wait_for_ends(5.0)
@@ -274,8 +274,8 @@ def test_a_process_that_is_late_or_starts_late_is_killed_before_the_next_ones_tu
 def test_an_episode_that_can_not_be_made_does_not_close_the_one_before(stage):
     for extras, metrics in (({"name": "a"}, {"seen": 1}), ({}, {})):
         with suppress(KeyError):
-            act("make", Waits, {"extras": extras})
-        assert act("finish") == metrics and closed == ["a"]
+            handle_request("make", Waits, {"extras": extras})
+        assert handle_request("finish") == metrics and closed == ["a"]
 
 
 def test_a_nursery_that_hangs_in_an_import_or_has_died_holds_up_nothing(tmp_path, monkeypatch):

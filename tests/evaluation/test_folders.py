@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants as hub_constants
 
 from verl.trainer import main_evaluate
-from verl.trainer.main_evaluate import build_parser, folders_of, name_of, read_options
+from verl.trainer.main_evaluate import build_parser, folders_of, read_options, relative_results_path
 
 
 def options(run, *flags):
@@ -32,7 +32,10 @@ def run(tmp_path):
 
 
 def steps(folders):
-    return [int(name_of(folder, str(folder)).name.removeprefix("global_step_")) for folder in folders]
+    return [
+        int(relative_results_path(folder, str(folder)).name.removeprefix("global_step_"))
+        for folder in folders
+    ]
 
 
 def test_the_newest_all_or_those_that_are_named(run):
@@ -55,7 +58,10 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
     shutil.copytree("data_prep/base_model", snapshot)
     asked = options(tmp_path / "run")
     asked.model = "org/small"
-    assert list(folders_of(asked)) == [snapshot] and str(name_of(snapshot, "org/small")) == "org--small"
+    assert (
+        list(folders_of(asked)) == [snapshot]
+        and str(relative_results_path(snapshot, "org/small")) == "org--small"
+    )
     asked.model = "org/unknown"
     with pytest.raises(ValueError, match="org/unknown can't be had from the hub"):
         list(folders_of(asked))

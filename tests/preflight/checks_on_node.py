@@ -10,7 +10,7 @@ import sys
 
 import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from search_r1.search.probe import RetrievalProbe
-from verl.preflight.preflight import look
+from verl.preflight.preflight import run_preflight
 from verl.preflight.target import Target
 from verl.trainer.config import load_config
 
@@ -22,7 +22,7 @@ def main(cases: dict[str, dict]) -> None:
             if value is not None:
                 os.environ[variable] = value
         config = load_config(case["overrides"])
-        preflight = look(Target(config, probe=RetrievalProbe(), is_thorough=not case["quick"]))
+        preflight = run_preflight(Target(config, probe=RetrievalProbe(), is_thorough=not case["quick"]))
         print(json.dumps({"name": name, "findings": [f.line for f in preflight.findings]}), flush=True)
 
 

@@ -70,7 +70,7 @@ def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
     assert gib_of(load, "reference: weights") == pytest.approx(2 * SEVEN / 8 / GIB, rel=1e-3)
     assert gib_of(load, "rollout: weights of its own") == pytest.approx(2 * SEVEN / GIB, rel=1e-3)
     copied = 2 * 12 * SEVEN / 8  # of actor and critic: weights and two averages
-    assert load.host == pytest.approx(copied + PROCESS_BYTES, rel=0.05)  # the critic has no large head
+    assert load.host_bytes == pytest.approx(copied + PROCESS_BYTES, rel=0.05)  # the critic has no large head
     text = "\n".join(lines)
     for column in ("rollout", "log-probs", "reference", "values", "critic's update", "actor's update"):
         assert column in text
@@ -126,7 +126,7 @@ def test_a_cache_below_one_trajectory_is_a_problem_of_its_own(tmp_path):
     small = "actor_rollout_ref.rollout.kv_cache_gb=0.0001"
     laptop = Hardware("cpu", 8 * GIB, "a laptop")
     plan, lines = plan_of(write_small(tmp_path), "grpo", small, hardware=laptop)
-    assert plan.tightest[2] > 0 and not plan.fits
+    assert plan.tightest.num_bytes_left > 0 and not plan.fits
     assert "one trajectory of 4096 tokens needs" in plan.problems[0]
     assert "actor_rollout_ref.rollout.kv_cache_gb" in lines[-1]
 
@@ -139,7 +139,7 @@ def nothing_is_started(monkeypatch):
     def refuse(*arguments: object, **keywords: object) -> None:
         raise AssertionError("a dry run starts nothing")
 
-    for name in ("verl.trainer.placement.start_ray", "verl.preflight.preflight.start_is_sound"):
+    for name in ("verl.trainer.placement.start_ray", "verl.preflight.preflight.passes_quick_checks"):
         monkeypatch.setattr(name, refuse)
     monkeypatch.setattr(main_ppo, "build_trainer", refuse)
 

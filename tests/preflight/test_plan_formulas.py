@@ -8,7 +8,7 @@ import torch
 from known_models import NUM_PARAMETERS, SIZES, write_config, write_small
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from verl.preflight.memory import Layout, hold, layer_bytes, size_of, update_pass
+from verl.preflight.memory import Layout, held_memory, layer_bytes, size_of, update_pass
 from verl.preflight.plan import tokens_of
 from verl.utils.packed_attention import PACKED_ATTENTION
 from verl.utils.packing import pack_rows
@@ -38,10 +38,10 @@ def test_weights_gradients_and_optimizer_state_are_torchs(precision, small):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small.folder), dtype=precision.model)
     optimizer = build_optimizer(model.parameters(), OPTIM, [])
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor)]
-    memory = hold(small.size, Layout(1), 0, precision, True, FSDP)
+    memory = held_memory(small.size, Layout(1), 0, precision, True, FSDP)
     assert memory.weights == memory.gradients == bytes_of(model.parameters())
     assert memory.optimizer == pytest.approx(bytes_of(state), rel=2e-3)  # and a counter for each
-    shared = hold(small.size, Layout(4), 0, precision, True, FSDP)
+    shared = held_memory(small.size, Layout(4), 0, precision, True, FSDP)
     assert shared.weights == -(-memory.weights // 4)
 
 
@@ -117,7 +117,7 @@ def test_what_a_layer_keeps_for_backward_is_what_autograd_saves(
 
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer(small):
-    held = hold(small.size, Layout(1), 0, FP32, True, FSDP)
+    held = held_memory(small.size, Layout(1), 0, FP32, True, FSDP)
     plain, _ = update_pass(small.size, held, FP32, tokens=100, checkpointing=False)
     saved, _ = update_pass(small.size, held, FP32, tokens=100, checkpointing=True)
     layer = layer_bytes(small.size, FP32, False)
@@ -139,7 +139,7 @@ def test_tokens_of_a_pass_are_bounded_by_rows_budget_and_the_longest_trajectory(
 
 def test_megatrons_stages_and_tensor_ranks_make_up_the_model(small):
     layout = Layout(8, True, tensor=2, pipeline=2)
-    stages = [hold(small.size, layout, stage, FP32, True, FSDP) for stage in (0, 1)]
+    stages = [held_memory(small.size, layout, stage, FP32, True, FSDP) for stage in (0, 1)]
     assert 2 * sum(stage.weights for stage in stages) == 4 * small.size.num_parameters
     assert [stage.num_layers for stage in stages] == [2, 2]
     assert [stage.has_head for stage in stages] == [False, True]
@@ -163,7 +163,10 @@ def test_a_critic_is_the_backbone_and_a_scalar_head(small):
 
 def test_adapters_alone_are_trained_with_lora(small):
     size = size_of({"path": str(small.folder), "lora_rank": 4, "lora_alpha": 8})
-    assert size.num_parameters == small.size.num_parameters and size.layer == small.size.layer
+    assert (
+        size.num_parameters == small.size.num_parameters
+        and size.layer_parameters == small.size.layer_parameters
+    )
     d = 48
     kv = 24
     i = 80

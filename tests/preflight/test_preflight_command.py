@@ -9,7 +9,7 @@ from preflight_cases import BASE_MODEL, ROOT
 from data_prep.microworld import write_world
 from search_r1.search.probe import RetrievalProbe
 from verl.preflight import machine_checks
-from verl.preflight.preflight import choose, start_is_sound
+from verl.preflight.preflight import choose, passes_quick_checks
 from verl.trainer.config import load_config
 from verl.trainer.main_ppo import run as train
 from verl.trainer.main_preflight import main
@@ -97,14 +97,14 @@ def test_the_start_of_a_run_ends_with_2_at_an_error_and_goes_on_at_a_warning(ove
     assert said.startswith("error: [retriever]") and len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists()
     uneven = load_config([*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=50"])
-    assert start_is_sound(uneven)
+    assert passes_quick_checks(uneven)
     assert capsys.readouterr().err.startswith("warning: [batches]")
 
 
 def test_the_start_leaves_out_what_doctor_skip_names(overrides, capsys):
     def start(skipped: str) -> bool:
         config = load_config([*overrides, *DOWN, f"trainer.doctor_skip=[{skipped}]"])
-        return start_is_sound(config, RetrievalProbe())
+        return passes_quick_checks(config, RetrievalProbe())
 
     assert start("retriever") and capsys.readouterr().err == ""
     with pytest.raises(ValueError, match="no check named 'retrever'"):

@@ -85,5 +85,5 @@ def test_the_plan_of_a_recipe_fits(name, size, num_nodes, num_gpus, more, tmp_pa
     validate(config)
     plan = Plan(config, Hardware.of(config))
     assert plan.fits
-    assert max(load.host for load in plan.loads) * num_gpus < MOST_OF_A_NODE * GIB
+    assert max(load.host_bytes for load in plan.loads) * num_gpus < MOST_OF_A_NODE * GIB
     assert get_value(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") is None

@@ -122,4 +122,4 @@ def test_a_network_file_system_is_refused_when_asked_for_and_left_when_it_is_the
 def test_a_path_is_on_what_was_mounted_last_and_deepest():
     for folder, kind in (("/scratch/big disk/me", "lustre"), ("/data/me", "nfs4")):
         mounts = [*MOUNTS, "auto.data /data autofs rw 0 0", "server:/data /data nfs4 rw 0 0"]
-        assert f"network file system ({kind})" in str(session.trouble_with(folder, mounts))
+        assert f"network file system ({kind})" in str(session.why_unusable(folder, mounts))

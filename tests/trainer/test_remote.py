@@ -115,20 +115,20 @@ def test_only_what_is_whole_elsewhere_is_deleted_here_and_old_ones_there(tmp_pat
     Breaking.failures = 10**9
     for step in (1, 2, 3):
         write(store, step)
-    store.waits_for_uploads = True
+    store.ended_well = True
     store.end_uploads()
     assert store.steps() == [1, 2, 3]
     Breaking.fails_at = None  # and is back
     again = CheckpointStore(tmp_path / "run", 1, breaking)
     again.start_uploads(keep=2, deadline=60)
-    again.waits_for_uploads = True
+    again.ended_well = True
     again.end_uploads()
     assert breaking.steps() == [2, 3]
     last = CheckpointStore(tmp_path / "run", 1, breaking)
     last.start_uploads(keep=2, deadline=60)
     write(last, 4)
     assert last.steps() == [1, 4]  # 1 is not elsewhere, 2 and 3 are
-    last.waits_for_uploads = True
+    last.ended_well = True
     last.end_uploads()
     assert breaking.steps() == [3, 4]
 
@@ -152,13 +152,13 @@ def test_before_a_checkpoint_there_is_room_or_it_is_not_begun(tmp_path, breaking
     assert not list((tmp_path / "run").glob("*.incomplete"))
     both = CheckpointStore(tmp_path / "run", None, breaking)
     both.start_uploads(keep=None, deadline=60)
-    both.waits_for_uploads = True
+    both.ended_well = True
     both.end_uploads()
     assert breaking.steps() == kept
     both.uploads = Uploads(breaking, both.run_dir, None, 60)
     write(both, 6)  # takes the room of those that are elsewhere
     assert both.steps() == [*kept[1:], 6]
-    both.waits_for_uploads = True
+    both.ended_well = True
     both.end_uploads()
 
 
@@ -198,7 +198,7 @@ def test_a_prune_that_fails_there_sends_nothing_again_and_local_ones_go_all_the_
         write(store, step)
         while store.uploads and step not in store.uploads.whole:
             time.sleep(0.005)
-    store.waits_for_uploads = True
+    store.ended_well = True
     store.end_uploads()
     assert sent == list(range(1, 9)) and store.steps() == [6, 7, 8]
     assert "could not be deleted there: no right" in capsys.readouterr().out

@@ -18,7 +18,7 @@ def test_a_step_passes_the_files_of_the_walk(world, url, tmp_path, monkeypatch):
     expected = set(re.findall(r"^\| \d+ \|[^|]*\| `([^`]+)` \|", walk, re.MULTILINE))
     passed: set[str] = set()
     begin = TrajectoryCollector.rounds
-    end = RayPPOTrainer._take_state
+    end = RayPPOTrainer._finish_step
     is_on = []
 
     def rounds(self, *arguments_):
@@ -34,7 +34,7 @@ def test_a_step_passes_the_files_of_the_walk(world, url, tmp_path, monkeypatch):
             passed.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
 
     monkeypatch.setattr(TrajectoryCollector, "rounds", rounds)
-    monkeypatch.setattr(RayPPOTrainer, "_take_state", take_state)
+    monkeypatch.setattr(RayPPOTrainer, "_finish_step", take_state)
     settings = {"trainer__total_training_steps": 1, "trainer__val_before_train": "false"}
     threading.setprofile(note)
     sys.setprofile(note)

@@ -31,7 +31,7 @@ from verl.environments.base import (
     BaseTextEnvStepOutput,
     EpisodeFailed,
     Message,
-    mistake_of,
+    output_problem,
 )
 from verl.environments.executors import CLOSE_SECONDS, Episode, StepResult
 from verl.environments.registry import SEARCH
@@ -165,7 +165,7 @@ class TrajectoryLoop:
                 step.future.add_done_callback(partial(self._close_late, step.trajectory))
         in_haste = self.num_in_flight > 0
         if in_haste:
-            self.environments.give_up()
+            self.environments.fail_pending_calls()
         for trajectory in self.live.values():
             self._close(trajectory)
         self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
@@ -304,7 +304,7 @@ class TrajectoryLoop:
             return
         turn = trajectory.turns[-1]
         environment = self.environments[trajectory.env_class]
-        if trajectory.env_class != SEARCH and (mistake := mistake_of(output, turn.text)) is not None:
+        if trajectory.env_class != SEARCH and (mistake := output_problem(output, turn.text)) is not None:
             self._fail(trajectory, EpisodeFailed(mistake))
             return
         turn.action = output.get("action", turn.action)
@@ -466,7 +466,7 @@ class TrajectoryLoop:
         is_kept = self.keep_partial and trajectory.num_old_turns is None
         if is_kept and not environment.stateless:
             # With a step under way the environment is ahead of its trajectory and can't be kept.
-            trajectory.kept_env = None if under_way else environment.keep(episode)
+            trajectory.kept_env = None if under_way else environment.pickle_env(episode)
             is_kept = trajectory.kept_env is not None
         if not is_kept:
             trajectory.mask()

@@ -35,7 +35,8 @@ URL_VARIABLE = "CODE_API_URL"
 QUEUE_SECONDS = 300.0  # the time that a program may wait for its turn, in addition to the time of its tests
 START_SECONDS = 60.0
 TRY_AGAIN = (429, 500, 502, 503, 504)
-TORN = (ValueError, TypeError, LookupError, RecursionError)  # the errors that a reply of another shape raises
+# The errors that a reply of another shape raises.
+MALFORMED_REPLY_ERRORS = (ValueError, TypeError, LookupError, RecursionError)
 
 Read = TypeVar("Read")
 _turns = itertools.count(os.getpid())  # processes start at different servers
@@ -97,7 +98,7 @@ class CodeClient:
 def read_results(reply: Any, number: int | None) -> tuple[list[int], list[float]]:
     """Return the 0 or 1 and the seconds of each test in a reply.
 
-    Raises any of `TORN` if the reply does not have one of both for each test.
+    Raises any of `MALFORMED_REPLY_ERRORS` if the reply does not have one of both for each test.
     """
     results = reply["results"]
     runtimes = reply["runtimes"]
@@ -120,7 +121,7 @@ def ask(urls: Sequence[str], path: str, body: Any, seconds: float, read: Callabl
         path: The path of the request.
         body: The body of the request, which is sent as JSON.
         seconds: The time after which to give up.
-        read: Takes the reply. It may raise any of `TORN` for a reply of another shape.
+        read: Takes the reply. It may raise any of `MALFORMED_REPLY_ERRORS` for a reply of another shape.
 
     Raises:
         CouldNotVerify: If no server gave an answer in time, or if one refused the request.
@@ -143,7 +144,7 @@ def ask(urls: Sequence[str], path: str, body: Any, seconds: float, read: Callabl
             if answer.status_code not in TRY_AGAIN:
                 raise CouldNotVerify(f"{url}: {reason}: {answer.text[:300]}")
             wait = min(30.0, float(answer.headers.get("retry-after", wait)))
-        except (httpx.HTTPError, httpx.InvalidURL, *TORN) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, *MALFORMED_REPLY_ERRORS) as error:
             reason = f"{type(error).__name__}: {error}"
         time.sleep(max(0.0, min(wait, deadline - time.monotonic())))
     raise CouldNotVerify(f"{url} did not answer in {seconds:.0f} s: {reason}")

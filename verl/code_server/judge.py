@@ -25,7 +25,7 @@ from typing import Any
 
 from verl.code_server.codec import Peer, TooLarge, Torn, escape, send_fds
 from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, modules_if_plain, nodes_of
-from verl.code_server.prisoner import end
+from verl.code_server.prisoner import end_processes
 
 GONE = "gone"  # the outcome for the supervisor if the prisoner had ended before the test could begin
 REPORTED = "reported"  # the result of a test whose fork has reported the outcome
@@ -71,7 +71,7 @@ class Remote:
         if not isinstance(other, Remote):
             return NotImplemented
         test = object.__getattribute__(self, "_test")
-        test.opaque = True
+        test.compared_remotely = True
         return self._ask(op, other)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,16 +127,16 @@ class Test:
         self.peer = Peer(fd, self.serve, self.pack, self.unpack)
         self.callbacks: list[Any] = []
         self.mutations: list[tuple[Any, Any]] = []
-        self.opaque = self.failed = False
+        self.compared_remotely = self.failed = False
         self.modules: set[str] = set()  # the modules that the test's names come from
         # Whether the result of a callback is being packed. It may not bring a class to the program, as `type`
         # makes one that equals everything.
-        self.answering = False
+        self.packs_callback_result = False
 
     def pack(self, value: Any) -> list[Any]:
         if isinstance(value, Remote):
             return ["h", object.__getattribute__(value, "_number")]
-        if not callable(value) or self.answering and type(value) is not type(nodes_of):
+        if not callable(value) or self.packs_callback_result and type(value) is not type(nodes_of):
             raise TypeError(f"a {type(value).__name__} can't be given to the program")
         self.callbacks.append(value)
         return ["c", len(self.callbacks) - 1]
@@ -150,7 +150,7 @@ class Test:
             raise Torn("not a message")
         try:
             result = self.callbacks[number](*values)
-            self.answering = True
+            self.packs_callback_result = True
             return result
         except AssertionError:  # the test has failed, whatever the program makes of the error
             self.failed = True
@@ -161,7 +161,7 @@ class Test:
 
         Only `next` may end an iteration. Otherwise a call could end an iteration of the test's.
         """
-        self.answering = False
+        self.packs_callback_result = False
         try:
             return self.peer.request(op, *args)
         except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
@@ -279,11 +279,11 @@ def apply_after_each_statement(nodes: list[Any]) -> None:
                 statements.insert(i, _ast.Expr(call, **line))
 
 
-class Processes:
+class ProgramProcesses:
     """The processes in which a program runs, one for each test, behind `link`.
 
-    The tests of a program that leaves nothing behind share a process for SHARED_SECONDS, or until `until` is
-    set to 0.
+    The tests of a program that leaves nothing behind share a process for SHARED_SECONDS, or until
+    `reuse_until` is set to 0.
 
     Args:
         link: The socket to the prisoner.
@@ -295,7 +295,7 @@ class Processes:
         self.link = link
         self.code = code
         self.modules = modules
-        self.until = 0.0
+        self.reuse_until = 0.0
         # The channel of the last process, and before it that of a process that may still have to end.
         self.channels: list[_socket.socket] = []
 
@@ -304,13 +304,13 @@ class Processes:
 
         Raises OSError if there are no more processes.
         """
-        reused = monotonic() < self.until
+        reused = monotonic() < self.reuse_until
         if not reused:
             judge_end, prisoner_end = _socket.socketpair()
             send_fds(self.link, b"f", [self.code, prisoner_end.fileno()])
             prisoner_end.close()
             self.channels = [*self.channels[-1:], judge_end]
-            self.until = monotonic() + SHARED_SECONDS if self.modules is not None else 0.0
+            self.reuse_until = monotonic() + SHARED_SECONDS if self.modules is not None else 0.0
         return Test(self.channels[-1].fileno()), reused
 
 
@@ -352,11 +352,11 @@ class TestRunner:
         if stdio:
             self.report("loaded")
         if link is not None and not stdio:
-            self.run_tests(texts, Processes(link, code, modules))
+            self.run_assert_tests(texts, ProgramProcesses(link, code, modules))
         elif link is not None and modules is not None:
-            self.run_inputs(texts, Processes(link, code, modules))
+            self.run_stdio_tests(texts, ProgramProcesses(link, code, modules))
 
-    def run_inputs(self, texts: list[str], processes: Processes) -> None:
+    def run_stdio_tests(self, texts: list[str], processes: ProgramProcesses) -> None:
         """Run the program with each input in shared processes, as long as all goes well.
 
         It stops where the program fails (it may succeed in a process of its own), where its process is gone,
@@ -373,7 +373,7 @@ class TestRunner:
             num_bytes_left -= len(output)
             self.report("passed", escape(output.decode("latin1")))
 
-    def run_tests(self, texts: list[str], processes: Processes) -> None:
+    def run_assert_tests(self, texts: list[str], processes: ProgramProcesses) -> None:
         """Run the tests and report their outcomes.
 
         A test that went wrong in a process that had run others is run once more in a process of its own.
@@ -389,7 +389,7 @@ class TestRunner:
                 except (OSError, Torn):
                     outcome = GONE
                 if outcome not in ("passed", "failed"):
-                    processes.until = 0.0
+                    processes.reuse_until = 0.0
             if outcome != REPORTED:
                 self.report(outcome)
             if outcome == GONE:
@@ -434,7 +434,7 @@ class TestRunner:
             if posix.getpid() == pid:  # this is no fork that the test has made
                 self.report(outcome)
             posix._exit(0)
-        end(child, self.alone, wait=True)
+        end_processes(child, self.alone, wait=True)
         if posix.fstat(self.reports).st_size == size:
             self.report("crashed")
         if self.alone and posix.listdir("/tmp"):  # the next test gets a new judge
@@ -469,4 +469,4 @@ def run_test(test: Test, nodes: list[Any], names: dict[str, Any]) -> str:
         return torn[0]
     if test.failed:
         return "failed"
-    return "opaque_value" if outcome == "passed" and test.opaque else outcome
+    return "opaque_value" if outcome == "passed" and test.compared_remotely else outcome

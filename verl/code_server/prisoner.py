@@ -32,7 +32,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Servant:
+class ProgramServer:
     """The servant of the judge over one channel.
 
     It serves the names of the program, and operations on its objects. Each test begins with the operation
@@ -96,7 +96,7 @@ class Servant:
             import, or ["value", value].
         """
         if modules is not None:
-            self.forget(modules)
+            self.reset_between_tests(modules)
             modes = ("rb", "wb", "wb")
             open_streams([_io.open(fd, mode, closefd=False) for fd, mode in enumerate(modes)])
         namespace, problem = load(self.code, "program")
@@ -115,7 +115,7 @@ class Servant:
 
     def run_text(self, text: str, modules: list[str]) -> list[Any]:
         """Run a plain program with a text as stdin, and return [exit status, stdout]."""
-        self.forget(modules)
+        self.reset_between_tests(modules)
         stdin = _io.BytesIO(text.encode(errors="surrogatepass"))
         stdout = _io.BytesIO()
         writers = [_io.BufferedWriter(output) for output in (stdout, _io.BytesIO())]
@@ -124,7 +124,7 @@ class Servant:
         sys.stdout.flush()
         return [exit_status(problem), stdout.getvalue()]
 
-    def forget(self, modules: list[str]) -> None:
+    def reset_between_tests(self, modules: list[str]) -> None:
         """Remove all that the test before has left of a plain program."""
         self.num_tests += 1
         if self.num_tests == 1:
@@ -133,7 +133,7 @@ class Servant:
             gc.collect()
             return gc.freeze()  # so that collections between two tests skip what is older than the program
         if self.num_tests == 2:
-            know_few_codecs()
+            restrict_codecs()
         for module in ("program", "__main__"):
             sys.modules.pop(module, None)
         for table in (self.objects, self.numbers, self.callbacks):
@@ -153,7 +153,7 @@ def open_streams(files: list[Any]) -> None:
     ]
 
 
-def know_few_codecs() -> None:
+def restrict_codecs() -> None:
     """Make all codecs but a few unknown from now on.
 
     Otherwise a test could tell from the codecs that are loaded what the test before it did. A test that asks
@@ -255,7 +255,7 @@ def serve_tests(
     while True:
         kind, fds = receive(link)
         if child:
-            end(child, alone)
+            end_processes(child, alone)
             child = 0
             if is_touched(1):
                 posix._exit(0)
@@ -269,12 +269,12 @@ def serve_tests(
                 run_script(code, fds[1:], kind == b"e")
             posix.dup2(fds[1], 3)
             posix.closerange(4, 256)
-            Servant(3, code).run()
+            ProgramServer(3, code).run()
             posix._exit(0)
         for fd in fds:
             posix.close(fd)
         if kind != b"f":
-            status = end(child, alone, wait=True).to_bytes(4, "little")
+            status = end_processes(child, alone, wait=True).to_bytes(4, "little")
             child = 0
             touched = is_touched(1)
             control.send(status + (b"d" if touched else b"c"))
@@ -282,7 +282,7 @@ def serve_tests(
                 posix._exit(0)
 
 
-def end(child: int, alone: bool, wait: bool = False) -> int:
+def end_processes(child: int, alone: bool, wait: bool = False) -> int:
     """End a test's process and all that it has started, and return the exit status of the process.
 
     Args:

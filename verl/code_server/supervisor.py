@@ -182,7 +182,7 @@ class Stock:
         self.waiting: dict[bytes, list[Sandbox]] = {b"judge": [], b"prisoner": []}
         self.running: set[Sandbox] = set()
 
-    def order(self, role: bytes) -> Sandbox:
+    def start_sandbox(self, role: bytes) -> Sandbox:
         try:
             return Sandbox(self.walls.new_sandbox(role))
         except OSError:  # the zygote is gone
@@ -198,7 +198,7 @@ class Stock:
         waiting = self.waiting[role]
         for _ in range(MANY_FAILURES):
             while len(waiting) <= self.size:
-                waiting.append(self.order(role))
+                waiting.append(self.start_sandbox(role))
             sandbox = next((candidate for candidate in waiting if candidate.is_ready()), waiting[0])
             waiting.remove(sandbox)
             deadline = time.monotonic() + START_SECONDS
@@ -303,7 +303,9 @@ class Supervisor:
         """
         async with self.place():
             with memory_file() as code:
-                outcome, remaining, _, _ = await self.compiled([[], program, True], limit, code)
+                outcome, remaining, _, _ = await self.compile_and_run_first_tests(
+                    [[], program, True], limit, code
+                )
                 if outcome:
                     return "", outcome, 0.0
                 async with self.prisoner(limit) as (sandbox, link):
@@ -316,7 +318,7 @@ class Supervisor:
         texts = texts[len(report.outcomes) :]
         async with self.prisoner(limit) as (prisoner, link), self.stock.take(b"judge") as judge:
             with memory_file() as code:
-                lines, loaded, timeout = await self.judged(
+                lines, loaded, timeout = await self.run_judge(
                     judge, [texts, program, False], limit, code, link.fileno()
                 )
             over = prisoner.over_memory or judge.over_memory
@@ -333,7 +335,7 @@ class Supervisor:
             if {outcome for outcome, _, _ in lines} & SPOILT:
                 judge.reusable = False
 
-    async def judged(
+    async def run_judge(
         self, judge: Sandbox, job: list[Any], limit: float, code: int, *link: int
     ) -> tuple[list[tuple[str, float, str]], bool, bool]:
         """Have a judge do a job, and read its reports.
@@ -375,7 +377,9 @@ class Supervisor:
         job = [inputs if several else [], program, True]
         async with self.prisoner(limit) as (sandbox, link):
             with memory_file() as code:
-                problem, remaining, lines, timeout = await self.compiled(job, limit, code, link.fileno())
+                problem, remaining, lines, timeout = await self.compile_and_run_first_tests(
+                    job, limit, code, link.fileno()
+                )
                 for pair, (outcome, seconds, printed) in zip(pairs, lines, strict=False):
                     self.add_output(report, pair, outcome, json.loads(printed).encode("latin1"), seconds)
                 if timeout:  # a test that shared a process took too long
@@ -403,18 +407,18 @@ class Supervisor:
             outcome = "failed"
         report.add(outcome, seconds)
 
-    async def compiled(
+    async def compile_and_run_first_tests(
         self, job: list[Any], limit: float, code: int, *link: int
     ) -> tuple[str, float, list[tuple[str, float, str]], bool]:
         """Have a judge compile a program to the file `code`, and run its first tests (see judge.py).
 
         Returns:
             "" or the reason why there is no code, the seconds that are left of the limit, the lines of the
-            first tests as from `judged`, and whether the next test took too long.
+            first tests as from `run_judge`, and whether the next test took too long.
         """
         began = time.monotonic()
         async with self.stock.take(b"judge") as judge:
-            lines, loaded, timeout = await self.judged(judge, job, limit, code, *link)
+            lines, loaded, timeout = await self.run_judge(judge, job, limit, code, *link)
             judge.reusable = loaded and not timeout
         fcntl.fcntl(code, fcntl.F_ADD_SEALS, SEALS)
         if loaded:

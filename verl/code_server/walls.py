@@ -212,7 +212,7 @@ class Walls:
     def __init__(self, tier: str, limits: Limits, packages: Sequence[str] = ()) -> None:
         self.tier = tier
         self.limits = limits
-        self.places = find_packages(packages)
+        self.package_paths = find_packages(packages)
         self.uid = NOBODY if os.geteuid() == 0 else None
         self.links: tempfile.TemporaryDirectory[str] | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -259,14 +259,14 @@ class Walls:
             zygote_end.close()
             self.socket = server_end
             try:
-                self.try_one()
+                self.check_sandbox_starts()
             except OSError:
                 self.close()
                 errors.seek(0)
                 answer = errors.read(2000).decode(errors="replace").strip() or "no answer"
                 raise NoWalls(f"--sandbox {self.tier}: {answer}. {ADVICE}") from None
 
-    def try_one(self) -> None:
+    def check_sandbox_starts(self) -> None:
         control = self.new_sandbox(b"judge")
         control.settimeout(10.0)
         if control.recv(16) != b"ready":
@@ -304,7 +304,7 @@ class Walls:
                 command += ["--ro-bind-try", path, path]
         for path in (f"{prefix}/lib", f"{prefix}/bin"):
             command += ["--ro-bind", path, path] if path != "/usr/lib" else []
-        for package in self.places:
+        for package in self.package_paths:
             command += ["--ro-bind", str(package), f"/packages/{package.name}"]
         for name in ("null", "zero", "full", "random", "urandom"):
             command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
@@ -317,7 +317,7 @@ class Walls:
         if self.links is None:
             self.links = tempfile.TemporaryDirectory(prefix="verl-code-server-packages-")
             os.chmod(self.links.name, 0o755)
-            for package in self.places:
+            for package in self.package_paths:
                 os.symlink(package, f"{self.links.name}/{package.name}")
         return self.links.name
 
@@ -335,8 +335,8 @@ class Walls:
         }
         system = ["/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/", f"{prefix}/lib/", f"{prefix}/bin/"]
         readable = [(path, 1 | 4 | 8) for path in system if os.path.exists(path)]
-        readable += [(str(package), 1 | 4 | 8 if package.is_dir() else 4) for package in self.places]
-        readable += [(self.package_folder(), 8)] if self.places else []
+        readable += [(str(package), 1 | 4 | 8 if package.is_dir() else 4) for package in self.package_paths]
+        readable += [(self.package_folder(), 8)] if self.package_paths else []
         readable += [("/dev/null", 2 | 4), ("/dev/urandom", 4), ("/dev/zero", 4)]
         # All rights on files, bind and connect of TCP, and abstract sockets and signals.
         words = (0xFFFF, 3, 3)
@@ -352,8 +352,10 @@ class Walls:
             "landlock_nested": bytes(16) + words[2].to_bytes(8, sys.byteorder),
             "seccomp": seccomp_program(namespaces, fork=True),
             "seccomp_no_fork": seccomp_program(namespaces, fork=False),
-            "path": [self.package_folder()] if self.places else [],
-            "judge_imports": ["numpy"] if any(package.name == "numpy" for package in self.places) else [],
+            "path": [self.package_folder()] if self.package_paths else [],
+            "judge_imports": ["numpy"]
+            if any(package.name == "numpy" for package in self.package_paths)
+            else [],
         }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from verl.code_server.codec import decode, receive
 from verl.code_server.judge import Test, TestRunner, run_test
 from verl.code_server.plain import nodes_of
-from verl.code_server.prisoner import Servant, Traces, serve_tests
+from verl.code_server.prisoner import ProgramServer, Traces, serve_tests
 
 NEWNS = 0x20000
 NEWUSER = 0x10000000
@@ -42,7 +42,7 @@ PRELOADED = "dataclasses typing collections math re functools itertools heapq bi
 settings: dict[str, Any] = {}  # the settings from walls.py, which `main` fills in
 
 
-def must(result: int, what: str) -> int:
+def check_syscall(result: int, what: str) -> int:
     """Return the result of a system call, or end the process if the call has failed.
 
     A failed call means that a wall can't be built, and no sandbox is better than an open one.
@@ -57,18 +57,22 @@ def seccomp(program: bytes) -> None:
     class Filter(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("program", ctypes.c_char_p)]
 
-    must(libc.prctl(SET_SECCOMP, 2, ctypes.byref(Filter(len(program) // 8, program)), 0, 0), "seccomp")
+    check_syscall(
+        libc.prctl(SET_SECCOMP, 2, ctypes.byref(Filter(len(program) // 8, program)), 0, 0), "seccomp"
+    )
 
 
 def landlock(rights: bytes, readable: list[tuple[str, int]]) -> None:
     """Take `rights` away from this process, except for the accesses below the paths of `readable`."""
-    ruleset = must(libc.syscall(444, ctypes.c_char_p(rights), ctypes.c_size_t(len(rights)), 0), "landlock")
+    ruleset = check_syscall(
+        libc.syscall(444, ctypes.c_char_p(rights), ctypes.c_size_t(len(rights)), 0), "landlock"
+    )
     for path, access in readable:
         fd = posix.open(path, posix.O_PATH | posix.O_CLOEXEC)
         rule = access.to_bytes(8, sys.byteorder) + fd.to_bytes(4, sys.byteorder)
-        must(libc.syscall(445, ruleset, 1, ctypes.c_char_p(rule), 0), f"landlock {path}")
+        check_syscall(libc.syscall(445, ruleset, 1, ctypes.c_char_p(rule), 0), f"landlock {path}")
         posix.close(fd)
-    must(libc.syscall(446, ruleset, 0), "landlock")
+    check_syscall(libc.syscall(446, ruleset, 0), "landlock")
     posix.close(ruleset)
 
 
@@ -84,16 +88,16 @@ def build_walls() -> None:
     for kind, amount in settings["limits"].items():
         limit(kind, amount)
     if settings["namespaces"]:
-        must(libc.unshare(NEWNS), "unshare")
+        check_syscall(libc.unshare(NEWNS), "unshare")
         size = f"size={settings['tmp_mb']}m,nr_inodes=4096".encode()
-        must(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID_NODEV_NOATIME, size), "tmpfs")
-        must(libc.unshare(NEWUSER), "unshare")
+        check_syscall(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID_NODEV_NOATIME, size), "tmpfs")
+        check_syscall(libc.unshare(NEWUSER), "unshare")
         limit(resource.RLIMIT_NPROC, settings["processes"])
-    must(libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
-    must(libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    must(libc.capset(ctypes.c_char_p(CAP_HEADER), ctypes.c_char_p(bytes(24))), "capset")
+    check_syscall(libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+    check_syscall(libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    check_syscall(libc.capset(ctypes.c_char_p(CAP_HEADER), ctypes.c_char_p(bytes(24))), "capset")
     if not settings["namespaces"]:
-        must(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
+        check_syscall(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
     if settings["tier"] == "landlock":
         landlock(settings["landlock"], settings["readable"])
     seccomp(settings["seccomp"])
@@ -111,7 +115,7 @@ def point_to_null() -> None:
     posix.close(null)
 
 
-def lock_up(parent: int, cpu_seconds: int) -> None:
+def confine_test_fork(parent: int, cpu_seconds: int) -> None:
     """Add walls of its own to the fork for a test, inside those of its sandbox.
 
     A PID namespace would end the processes of the fork together with it. With Landlock there is none. The
@@ -120,14 +124,14 @@ def lock_up(parent: int, cpu_seconds: int) -> None:
     limit(resource.RLIMIT_CPU, cpu_seconds)
     point_to_null()
     if settings["tier"] == "landlock":
-        must(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
+        check_syscall(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
         if posix.getppid() != parent:
             posix._exit(70)
         landlock(settings["landlock_nested"], [])
         seccomp(settings["seccomp_no_fork"])
 
 
-def keep(role: bytes, control: _socket.socket) -> None:
+def run_sandbox(role: bytes, control: _socket.socket) -> None:
     """Run a sandbox: say b"ready", take a program from the supervisor, serve it, and start over.
 
     A prisoner gets one file with each program: the link on which its tests come. A judge gets the job, the
@@ -144,7 +148,7 @@ def keep(role: bytes, control: _socket.socket) -> None:
         cpu_seconds, fds = receive(control)
         if not fds:
             return
-        lock = partial(lock_up, pid, int(cpu_seconds))
+        lock = partial(confine_test_fork, pid, int(cpu_seconds))
         link = _socket.socket(fileno=fds[-1]) if role == b"prisoner" or len(fds) == 4 else None
         if role == b"prisoner" and link is not None:
             serve_tests(link, control, alone, is_touched, lock)
@@ -181,7 +185,7 @@ def warm_up() -> None:
                     posix._exit(70)
             judge_end.shutdown(_socket.SHUT_RDWR)
         else:
-            Servant(prisoner_end.fileno(), marshal.loads(marshal.dumps(code))).run()
+            ProgramServer(prisoner_end.fileno(), marshal.loads(marshal.dumps(code))).run()
         if child == 0:
             posix._exit(0)
         posix.waitpid(child, 0)
@@ -211,7 +215,7 @@ def main(given: dict[str, Any]) -> None:
         if not role:
             return
         if namespaces:
-            must(libc.unshare(NEWPID), "unshare")
+            check_syscall(libc.unshare(NEWPID), "unshare")
         child = posix.fork()
         if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -223,9 +227,9 @@ def main(given: dict[str, Any]) -> None:
             posix.nice(settings["nice"] if role == b"prisoner" else 0)
             build_walls()
             posix.chdir("/tmp")
-            keep(role, control)
+            run_sandbox(role, control)
             posix._exit(0)
         if namespaces:
-            must(libc.setns(own_namespace, NEWPID), "setns")
+            check_syscall(libc.setns(own_namespace, NEWPID), "setns")
         for fd in fds:
             posix.close(fd)

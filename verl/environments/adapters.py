@@ -21,7 +21,7 @@ from unittest import mock
 
 from verl.environments.agent_function import ProgramEnv
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
-from verl.environments.messages import plain
+from verl.environments.messages import as_plain_text
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
@@ -96,7 +96,9 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
     environment = load_verifiers_environment(id, args)
     return [
         {
-            "prompt": [{"role": message["role"], "content": plain(message)} for message in row["prompt"]],
+            "prompt": [
+                {"role": message["role"], "content": as_plain_text(message)} for message in row["prompt"]
+            ],
             "data_source": id,
             "env_class": "verifiers",
             "verifiers": json.dumps({"id": id, "args": args, "row": row}, default=str),

@@ -36,7 +36,7 @@ from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
 from verl.environments.calls import in_thread
-from verl.environments.messages import FORMATS, calls_of, text_of, with_tool_calls, with_tools_told
+from verl.environments.messages import FORMATS, calls_of, text_of, with_tool_calls, with_tool_list
 from verl.utils.importing import import_named
 
 HOST = "127.0.0.1"
@@ -45,7 +45,7 @@ _sessions: dict[str, AgentFunctionEnv] = {}
 _endpoint_lock = threading.Lock()
 
 
-def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
+def comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what two messages with the same content have in common, however a client has written them."""
     return message["role"], text_of(message).strip(), calls_of(message)
 
@@ -58,7 +58,7 @@ class ProgramEnv(BaseTextEnv):
     """
 
     counts_turns = reads_usage = True
-    form = FORMATS["hermes"]
+    tool_format = FORMATS["hermes"]
     rewards = True
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class ProgramEnv(BaseTextEnv):
         self.running.add_done_callback(self.events.put_nowait)
         if await self._next():
             raise EpisodeFailed("the agent ended before its first request")
-        return with_tools_told(self.body["messages"], self.body.get("tools"), self.form), {}
+        return with_tool_list(self.body["messages"], self.body.get("tools"), self.tool_format), {}
 
     async def _next(self) -> bool:
         """Wait for the next request, and return whether the program has ended instead.
@@ -92,18 +92,18 @@ class ProgramEnv(BaseTextEnv):
             return True
         self.body, self.reply = event
         stop = self.body.get("stop") or ()
-        self.stop = (*self.form.stop, *([stop] if isinstance(stop, str) else stop))
+        self.stop = (*self.tool_format.stop, *([stop] if isinstance(stop, str) else stop))
         return False
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
-        ends = [action.find(stop) for stop in self.stop[len(self.form.stop) :]]
+        ends = [action.find(stop) for stop in self.stop[len(self.tool_format.stop) :]]
         # OpenAI's API leaves out the stop string and what follows it.
         text = action[: min((end for end in ends if end >= 0), default=len(action))]
         turn: dict[str, Any] = {"role": "assistant", "content": text}
         tools = self.body.get("tools")
         if tools:
-            turn |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
+            turn |= with_tool_calls(text, f"call_{next(_numbers)}_", self.tool_format)
         reply = self.reply
         history = [*self.body["messages"], turn]
         if reply.set_running_or_notify_cancel():  # otherwise the client is gone
@@ -118,10 +118,14 @@ class ProgramEnv(BaseTextEnv):
             or tools != self.body.get("tools")
             or any(message["role"] == "assistant" for message in new)
         )
-        is_new = is_new or list(map(essence, history)) != list(map(essence, messages[: len(history)]))
+        is_new = is_new or list(map(comparison_key, history)) != list(
+            map(comparison_key, messages[: len(history)])
+        )
         shown = messages if is_new else new
         return {
-            "observations": with_tools_told(shown, self.body.get("tools") if is_new else None, self.form),
+            "observations": with_tool_list(
+                shown, self.body.get("tools") if is_new else None, self.tool_format
+            ),
             "reward": 0.0 if self.rewards else None,
             "done": False,
             "metadata": {},
@@ -149,16 +153,18 @@ class AgentFunctionEnv(ProgramEnv):
         super().__init__()
         config = env_config or {}
         name = config.get("function")
-        form = config.get("tool_format", "hermes")
+        tool_format = config.get("tool_format", "hermes")
         if not isinstance(name, str):
             problem = f"Found environment.env_config.agent.function={name!r}"
             raise ValueError(f"{problem}; expected package.module:run.")
-        if form not in FORMATS:
-            raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
+        if tool_format not in FORMATS:
+            raise ValueError(
+                f"Found tool_format={tool_format!r} of agent; expected one of {', '.join(FORMATS)}."
+            )
         self.function = import_named(name, f"function={name!r} of environment agent", ())
-        self.form = FORMATS[form]
+        self.tool_format = FORMATS[tool_format]
         self.rewards = bool(config.get("rewards", True))
-        self.stop = self.form.stop
+        self.stop = self.tool_format.stop
         self.row = dict(extras or {})
         self.session_id = f"s{next(_numbers)}"
 

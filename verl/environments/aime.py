@@ -33,7 +33,7 @@ class AIMEEnv(BaseTextEnv):
         super().__init__()
         self.gold = minerva_form(str(gold_answer(extras))).strip()
         self.is_right = False
-        self.workers = shared_workers("verl.verifiers.math:same_value", CPU_SECONDS, ("0.50", "1/2"))
+        self.workers = shared_workers("verl.verifiers.math:same_by_math_verify", CPU_SECONDS, ("0.50", "1/2"))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         answer = (_ANSWER.findall(action[-LAST_CHARACTERS:]) or [last_boxed(action)])[-1]

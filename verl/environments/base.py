@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import numpy as np
 
-HOW = ("inline", "thread", "process")  # where an environment may run
+EXECUTORS = ("inline", "thread", "process")  # where an environment may run
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 
 
@@ -246,7 +246,7 @@ def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
     return env
 
 
-def mistake_of(output: Any, action: str) -> str | None:
+def output_problem(output: Any, action: str) -> str | None:
     """Return what is wrong with the output of a `step`, or None if the episode can go on with it."""
     if not isinstance(output, Mapping) or not {"observations", "reward", "done"} <= output.keys():
         return f"step returned {output!r:.200}; expected a dictionary with observations, reward and done"

@@ -1,6 +1,6 @@
 """Calls of environments: in the caller's thread, in other threads, or in an event loop.
 
-A call in a thread of `Calls` or in an event loop has a deadline.
+A call in a thread of `CallPool` or in an event loop has a deadline.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Call = Callable[[], Coroutine[Any, Any, Any]]
 _WATCH_SECONDS = 0.1
 
 
-async def settled(value: Any) -> Any:
+async def await_if_needed(value: Any) -> Any:
     """Return a value, or the result of awaiting it if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
-def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that awaits nothing but `settled` values, and return its result.
+def run_without_waiting(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that awaits nothing but `await_if_needed` values, and return its result.
 
     Raises TypeError if the coroutine waits for anything.
     """
@@ -38,11 +38,11 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
     raise TypeError("found a coroutine function beside a plain step; expected step to be one too")
 
 
-def late(timeout: float) -> EpisodeFailed:
+def timeout_error(timeout: float) -> EpisodeFailed:
     return EpisodeFailed(f"took longer than {timeout:g} s (environment.step_timeout)")
 
 
-def here(call: Callable[[], Any]) -> Any:
+def run_in_this_thread(call: Callable[[], Any]) -> Any:
     """Run a call in this thread and return its result.
 
     It raises nothing but an Exception or a KeyboardInterrupt. A user's environment may raise anything else,
@@ -50,14 +50,14 @@ def here(call: Callable[[], Any]) -> Any:
     """
     try:
         result = call()
-        return at_once(result) if inspect.iscoroutine(result) else result
+        return run_without_waiting(result) if inspect.iscoroutine(result) else result
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise EpisodeFailed(f"it raised {error!r}") from error
 
 
-def settle(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+def complete_future(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
     """Set the result or the exception of a future, unless it is done already."""
     with suppress(InvalidStateError):
         if error is None:
@@ -70,9 +70,9 @@ def settle(future: Future[Any], result: Any = None, error: BaseException | None 
 def attempt(future: Future[Any], call: Callable[[], Any]) -> None:
     """Run a call in this thread, and set its result or exception on a future."""
     try:
-        settle(future, here(call))
+        complete_future(future, run_in_this_thread(call))
     except Exception as error:
-        settle(future, error=error)
+        complete_future(future, error=error)
 
 
 def start(function: Callable[..., None], *arguments: Any) -> None:
@@ -87,7 +87,7 @@ def in_thread(call: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-class Calls:
+class CallPool:
     """The calls that run in an event loop, which has a thread of its own.
 
     The calls are either coroutines, or plain calls that get a thread each. A deadline counts from the start
@@ -104,7 +104,7 @@ class Calls:
         Args:
             max_threads: The most plain calls that run at a time. None if the calls are coroutines.
         """
-        self._places = None if max_threads is None else asyncio.Semaphore(max_threads)
+        self._thread_slots = None if max_threads is None else asyncio.Semaphore(max_threads)
         # Maps each call to the time at which it is given up, and its timeout in seconds.
         self._under_way: dict[Future[Any], tuple[float, float]] = {}
         self._loops: list[asyncio.AbstractEventLoop] = []  # the last one is in use, unless it is held up
@@ -112,7 +112,7 @@ class Calls:
         self._is_over = False
         self._lock = threading.Lock()
 
-    def submit(self, call: Call, timeout: float, turn: asyncio.Lock) -> Future[Any]:
+    def submit(self, call: Call, timeout: float, episode_lock: asyncio.Lock) -> Future[Any]:
         """Run a call when it is its turn and a thread is free for it, and return a future of its result.
 
         A coroutine that can't be cancelled fails a little later than after `timeout`.
@@ -120,18 +120,18 @@ class Calls:
         Args:
             call: The call to run.
             timeout: The seconds that the call may take from its start.
-            turn: A lock that the call holds while it runs, if the calls are coroutines.
+            episode_lock: A lock that the call holds while it runs, if the calls are coroutines.
         """
         with self._lock:
             if self._is_held_up:
                 self._is_held_up = False
                 self._loops.append(asyncio.new_event_loop())
                 start(self._loops[-1].run_forever)
-                if self._places is None and len(self._loops) == 1:
+                if self._thread_slots is None and len(self._loops) == 1:
                     start(self._watch)
         future: Future[Any] = Future()
         if self._is_over:
-            settle(future, error=EpisodeFailed("the run ends"))
+            complete_future(future, error=EpisodeFailed("the run ends"))
             return future
         latest = time.monotonic() + 2 * timeout + 1  # the call may wait for its turn
         self._under_way[future] = (latest, timeout)
@@ -141,15 +141,15 @@ class Calls:
         async def run() -> None:
             limit = None
             try:
-                async with self._places or turn, asyncio.timeout(timeout) as limit:
-                    if self._places is None:
-                        settle(future, await call())
+                async with self._thread_slots or episode_lock, asyncio.timeout(timeout) as limit:
+                    if self._thread_slots is None:
+                        complete_future(future, await call())
                     elif not future.done():
-                        settle(future, await asyncio.wrap_future(in_thread(call)))
+                        complete_future(future, await asyncio.wrap_future(in_thread(call)))
             # A user's environment may raise anything. SystemExit would end the loop.
             except BaseException as error:
                 is_late = limit is not None and limit.expired()
-                settle(future, error=late(timeout) if is_late else error)
+                complete_future(future, error=timeout_error(timeout) if is_late else error)
 
         def begin() -> None:
             task = loop.create_task(run())
@@ -165,12 +165,12 @@ class Calls:
             for future, (latest, timeout) in list(self._under_way.items()):
                 if latest < time.monotonic():
                     self._is_held_up = True
-                    settle(future, error=late(timeout))
+                    complete_future(future, error=timeout_error(timeout))
 
-    def give_up(self) -> None:
+    def fail_pending(self) -> None:
         """Fail all calls that run or wait, because the run ends."""
         for future in list(self._under_way):
-            settle(future, error=EpisodeFailed("the run ends"))
+            complete_future(future, error=EpisodeFailed("the run ends"))
 
     def close(self) -> None:
         """Let each thread end after the work that it is doing."""

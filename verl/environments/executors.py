@@ -41,7 +41,14 @@ from verl.environments.base import (
     check_stop,
     make_environment,
 )
-from verl.environments.calls import Call, Calls, at_once, attempt, here, settled
+from verl.environments.calls import (
+    Call,
+    CallPool,
+    attempt,
+    await_if_needed,
+    run_in_this_thread,
+    run_without_waiting,
+)
 from verl.environments.registry import load_class
 from verl.verifiers.workers import CheckFailed, KillableProcess, KillableWorkers, ProcessEnded
 
@@ -77,22 +84,22 @@ class Episode:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-async def finish(env: Any, metrics: dict[str, Any]) -> dict[str, Any]:
+async def close_and_collect_metrics(env: Any, metrics: dict[str, Any]) -> dict[str, Any]:
     """Close an environment, and return `metrics` with the result of its `get_metrics` added."""
     try:
         if hasattr(env, "get_metrics"):
-            metrics.update(await settled(env.get_metrics()) or {})
+            metrics.update(await await_if_needed(env.get_metrics()) or {})
     finally:
         if hasattr(env, "close"):
-            await settled(env.close())
+            await await_if_needed(env.close())
     return metrics
 
 
-_env: Any = None  # the environment of this process, if the process runs `act`
+_env: Any = None  # the environment of this process, if the process runs `handle_request`
 _runner = asyncio.Runner()  # runs the coroutines of that environment
 
 
-def act(method: str, *arguments: Any) -> Any:
+def handle_request(method: str, *arguments: Any) -> Any:
     """Make, call or close the environment of a process.
 
     The process runs this function for each call.
@@ -114,10 +121,10 @@ def act(method: str, *arguments: Any) -> Any:
     if method == "finish":
         env = _env
         _env = None
-        result = finish(env, {})
+        result = close_and_collect_metrics(env, {})
     else:
         result = getattr(_env, method)(*arguments)
-    return _runner.run(settled(result)) if inspect.isawaitable(result) else result
+    return _runner.run(await_if_needed(result)) if inspect.isawaitable(result) else result
 
 
 class ProcessEnvironment:
@@ -149,7 +156,7 @@ class ProcessEnvironment:
     init = partialmethod(call, "init")
     step = partialmethod(call, "step")
 
-    def cut(self) -> None:
+    def kill_if_busy(self) -> None:
         """Kill the process if it is in a call, or else as soon as it has started."""
         self.is_over = True
         if self.process is not None and self.is_busy:
@@ -173,7 +180,11 @@ class EnvironmentRunner:
     """The runner of one environment's episodes in this process."""
 
     def __init__(
-        self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, calls: dict[str, Calls]
+        self,
+        env_class: str,
+        env_config: Mapping[str, Any],
+        block: EnvironmentConfig,
+        calls: dict[str, CallPool],
     ) -> None:
         """Load the class of an environment and choose where its episodes run.
 
@@ -186,36 +197,36 @@ class EnvironmentRunner:
         Raises:
             ValueError: If there is no environment of this name, or if it can't run where the block says.
         """
-        cls, always = load_class(env_class)
+        cls, default_kwargs = load_class(env_class)
         self.env_class = env_class
         self.timeout = block.step_timeout
         self.calls = calls
         self._cls = cls
-        self._kwargs = {**always, "env_config": dict(env_config)}
-        self.how = getattr(cls, "runs", "thread") if block.executor == "auto" else block.executor
+        self._kwargs = {**default_kwargs, "env_config": dict(env_config)}
+        self.executor_kind = getattr(cls, "runs", "thread") if block.executor == "auto" else block.executor
         if inspect.iscoroutinefunction(getattr(cls, "step", None)) and block.executor != "process":
             if block.executor == "inline":
                 raise ValueError(
                     f"Found environment.executor=inline with {env_class}, whose step is a coroutine function "
                     "and runs in an event loop; expected auto."
                 )
-            self.how = "async"
+            self.executor_kind = "async"
         self.observation_end: str = getattr(cls, "observation_end", "")
         self.counts_turns: bool = getattr(cls, "counts_turns", False)
         self.reads_usage: bool = getattr(cls, "reads_usage", False)
         self.stateless: bool = getattr(cls, "stateless", False)
-        self._steps_many = getattr(cls, "step_many", None) if self.how != "process" else None
-        self._starts = getattr(cls, "init", None) not in (None, BaseTextEnv.init)
-        self._just_ends = self.how != "process" and all(
+        self._steps_many = getattr(cls, "step_many", None) if self.executor_kind != "process" else None
+        self._has_init = getattr(cls, "init", None) not in (None, BaseTextEnv.init)
+        self._needs_no_close = self.executor_kind != "process" and all(
             getattr(cls, name, None) is getattr(BaseTextEnv, name) for name in ("close", "get_metrics")
         )
         self.workers = None
-        if self.how == "process":
-            self.workers = KillableWorkers(f"{__name__}:act", 0.0, ["import", cls.__module__])
+        if self.executor_kind == "process":
+            self.workers = KillableWorkers(f"{__name__}:handle_request", 0.0, ["import", cls.__module__])
             self._cls = partial(ProcessEnvironment, self.workers, cls)
         self._has_complained = False
         self._lock = threading.Lock()
-        self.ends: set[Future[None]] = set()  # one future for each episode that is being closed
+        self.closing: set[Future[None]] = set()  # one future for each episode that is being closed
 
     def open(
         self,
@@ -232,7 +243,7 @@ class EnvironmentRunner:
             prompt: The messages of the prompt.
             max_turns: The most actions of the episode.
             num_turns: The number of turns behind a stateless environment that goes on.
-            state: The result of `keep` for an environment that goes on, or None for a new one.
+            state: The result of `pickle_env` for an environment that goes on, or None for a new one.
         """
         episode = Episode()
 
@@ -249,8 +260,8 @@ class EnvironmentRunner:
             episode.env = env
             if episode.is_over:  # making the environment took too long
                 await self._end(episode)
-            elif self._starts and state is None:
-                shown = await settled(env.init(prompt))
+            elif self._has_init and state is None:
+                shown = await await_if_needed(env.init(prompt))
                 is_pair = isinstance(shown, tuple | list) and len(shown) == 2
                 if not is_pair or not isinstance(shown[0], tuple | list):
                     raise EpisodeFailed(f"init returned {shown!r:.200}; expected (messages, information)")
@@ -263,11 +274,11 @@ class EnvironmentRunner:
             if opened.cancelled() or opened.exception() is not None:
                 self.close(episode)
 
-        if self.workers is not None and not self._starts:
-            return at_once(begin())
-        if self.how == "inline":
+        if self.workers is not None and not self._has_init:
+            return run_without_waiting(begin())
+        if self.executor_kind == "inline":
             try:
-                return here(begin)
+                return run_in_this_thread(begin)
             except Exception:
                 self.close(episode)
                 raise
@@ -293,17 +304,17 @@ class EnvironmentRunner:
         async def take() -> BaseTextEnvStepOutput:
             started = time.perf_counter()
             try:
-                return await settled(episode.env.step(action))
+                return await await_if_needed(episode.env.step(action))
             finally:
                 episode.stop = tuple(getattr(episode.env, "stop", ()))  # `stop` may change from turn to turn
                 episode.seconds_step += time.perf_counter() - started
 
         try:
-            return here(take) if self.how == "inline" else self._submit(episode, take)
+            return run_in_this_thread(take) if self.executor_kind == "inline" else self._submit(episode, take)
         except Exception as error:  # a user's environment may raise anything
             return error
 
-    def keep(self, episode: Episode) -> bytes | None:
+    def pickle_env(self, episode: Episode) -> bytes | None:
         """Return the pickled environment for a later `open`, or None if it can't be kept.
 
         An environment can't be kept while a call of it is under way, or if it can't be pickled.
@@ -315,17 +326,17 @@ class EnvironmentRunner:
 
     def close(self, episode: Episode) -> None:
         """End an episode, after the call that is under way."""
-        if self._just_ends:  # There is nothing to call. This holds for most episodes, as they are searches.
+        if self._needs_no_close:  # This holds for most episodes, as they are searches.
             episode.env = None
             episode.is_over = True
             return
         ended: Future[None] = Future()
-        self.ends.add(ended)
-        ended.add_done_callback(self.ends.discard)
+        self.closing.add(ended)
+        ended.add_done_callback(self.closing.discard)
 
         def begin(_: object = None) -> None:
             if isinstance(episode.env, ProcessEnvironment):
-                episode.env.cut()  # at once, because the end may wait for a thread
+                episode.env.kill_if_busy()  # at once, because the end may wait for a thread
             self._submit(episode, lambda: self._end(episode)).add_done_callback(end)
 
         def end(job: Future[None]) -> None:
@@ -334,17 +345,17 @@ class EnvironmentRunner:
                 print(f"note: environment {self.env_class}: the end of an episode failed: {error!r}")
             ended.set_result(None)
 
-        if episode.under_way is None or self.how == "inline":
+        if episode.under_way is None or self.executor_kind == "inline":
             begin()
         else:
             episode.under_way.add_done_callback(begin)
 
     def _submit(self, episode: Episode, call: Call) -> Future[Any]:
-        if self.how == "inline":
+        if self.executor_kind == "inline":
             future: Future[Any] = Future()
             attempt(future, call)
             return future
-        episode.under_way = self.calls[self.how].submit(call, self.timeout, episode.turn)
+        episode.under_way = self.calls[self.executor_kind].submit(call, self.timeout, episode.turn)
         return episode.under_way
 
     async def _end(self, episode: Episode) -> None:
@@ -354,7 +365,7 @@ class EnvironmentRunner:
             episode.env = None
             episode.is_over = True
         if env is not None:
-            await finish(env, episode.metrics)
+            await close_and_collect_metrics(env, episode.metrics)
 
 
 class Environments:
@@ -373,7 +384,7 @@ class Environments:
         self.env_config = env_config or {}
         threads = self.block.max_workers
         limits = {"thread": threads, "process": min(threads, MOST_COMPUTING), "async": None}
-        self.calls = {how: Calls(limit) for how, limit in limits.items()}
+        self.calls = {executor_kind: CallPool(limit) for executor_kind, limit in limits.items()}
         self._runners: dict[str, EnvironmentRunner] = {}
 
     def __getitem__(self, env_class: str) -> EnvironmentRunner:
@@ -382,21 +393,21 @@ class Environments:
             self._runners[env_class] = EnvironmentRunner(env_class, config, self.block, self.calls)
         return self._runners[env_class]
 
-    def give_up(self) -> None:
+    def fail_pending_calls(self) -> None:
         """Fail every call that is under way.
 
         Use this before you close episodes in haste.
         """
         for calls in self.calls.values():
-            calls.give_up()
+            calls.fail_pending()
 
     def wait_for_ends(self, seconds: float | None = None) -> None:
         """Wait until all episodes that are over are closed, for at most `seconds` if it is given."""
-        wait([end for runner in self._runners.values() for end in list(runner.ends)], seconds)
+        wait([end for runner in self._runners.values() for end in list(runner.closing)], seconds)
 
     def close(self) -> None:
         """End the threads and processes."""
-        self.give_up()
+        self.fail_pending_calls()
         self.wait_for_ends(CLOSE_SECONDS)
         for calls in self.calls.values():
             calls.close()

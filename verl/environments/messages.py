@@ -26,21 +26,21 @@ class ToolFormat(NamedTuple):
         read: Takes the text of a call and returns its name and arguments. A text that is no call is returned
             as it is, as the arguments of a tool "invalid".
         write: Takes a name and arguments, and returns the text of a call.
-        result: A template for the text around the result of a tool.
-        is_told: Whether the system message lists the tools and says how to call them.
+        result_template: A template for the text around the result of a tool.
+        lists_tools: Whether the system message lists the tools and says how to call them.
         stop: Strings that end a turn.
     """
 
     call: re.Pattern[str]
     read: Callable[[str], tuple[str, Any]]
     write: Callable[[str, str], str]
-    result: str
-    is_told: bool
+    result_template: str
+    lists_tools: bool
     stop: tuple[str, ...] = ()
 
 
 def _read_json(text: str) -> tuple[str, Any]:
-    call = loaded(text)
+    call = parse_json(text)
     if isinstance(call, dict) and "name" in call:
         return str(call["name"]), call.get("arguments") or {}
     return "invalid", text  # whoever runs the tools says what is wrong with the call
@@ -67,7 +67,7 @@ HERMES = FORMATS["hermes"]
 
 
 def _query(given: str) -> str:
-    arguments = loaded(given)
+    arguments = parse_json(given)
     return str(arguments["query"]) if isinstance(arguments, dict) and "query" in arguments else given
 
 
@@ -77,7 +77,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
-def loaded(arguments: Any) -> Any:
+def parse_json(arguments: Any) -> Any:
     """Parse the arguments of a call from JSON, or return them as they are if they are no JSON."""
     try:
         return json.loads(arguments)
@@ -88,18 +88,18 @@ def loaded(arguments: Any) -> Any:
 def calls_of(message: Mapping[str, Any]) -> list[list[Any]]:
     """Return [name, arguments] of each call of a message, however a client has spelled the arguments."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    return [[function["name"], loaded(function["arguments"])] for function in functions]
+    return [[function["name"], parse_json(function["arguments"])] for function in functions]
 
 
-def plain(message: Mapping[str, Any], form: ToolFormat = HERMES) -> str:
+def as_plain_text(message: Mapping[str, Any], form: ToolFormat = HERMES) -> str:
     """Return a message as text: its content and calls, or a tool's result, in the tags of a format."""
     if message["role"] == "tool":
-        return form.result.format(text_of(message))
+        return form.result_template.format(text_of(message))
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return text_of(message) + "".join(form.write(call["name"], call["arguments"]) for call in calls)
 
 
-def with_tools_told(
+def with_tool_list(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, form: ToolFormat = HERMES
 ) -> list[Message]:
     """Return the messages as roles and plain texts, with the tools in the system message.
@@ -108,10 +108,10 @@ def with_tools_told(
     """
     roles = {"tool": "user", "developer": "system"}
     shown = [
-        {"role": roles.get(message["role"], message["role"]), "content": plain(message, form)}
+        {"role": roles.get(message["role"], message["role"]), "content": as_plain_text(message, form)}
         for message in messages
     ]
-    if tools and form.is_told:
+    if tools and form.lists_tools:
         lines = "\n".join(map(json.dumps, tools))
         text = f"These tools can be called:\n<tools>\n{lines}\n</tools>\n{_HOW_TO_CALL}\n\n"
         if shown and shown[0]["role"] == "system":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.environments.base import HOW, check_stop, make_environment
+from verl.environments.base import EXECUTORS, check_stop, make_environment
 from verl.utils.importing import import_named
 
 SEARCH = "search"  # the default, which `search_r1` registers
@@ -65,8 +65,8 @@ def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         cls = import_named(entry_point, f"env_class={env_class!r}", registry)
     if not callable(cls):
         raise ValueError(f"Found env_class={env_class!r}, a {type(cls).__name__}; expected a class.")
-    if getattr(cls, "runs", "thread") not in HOW:
-        raise ValueError(f"{env_class}: found runs={cls.runs!r}; expected one of {', '.join(HOW)}.")
+    if getattr(cls, "runs", "thread") not in EXECUTORS:
+        raise ValueError(f"{env_class}: found runs={cls.runs!r}; expected one of {', '.join(EXECUTORS)}.")
     if not isinstance(stop := getattr(cls, "stop", ()), property):
         check_stop(stop)
     return cls, kwargs
@@ -79,5 +79,5 @@ def make(env_class: str, **kwargs: Any) -> Any:
         env_class: A registered name, or package.module:Class.
         kwargs: `env_config` and `extras`, as in SkyRL.
     """
-    cls, always = load_class(env_class)
-    return make_environment(cls, {**always, **kwargs})
+    cls, default_kwargs = load_class(env_class)
+    return make_environment(cls, {**default_kwargs, **kwargs})

@@ -71,9 +71,9 @@ class SQLEnv(BaseTextEnv):
         self.actions = list[str]()
         self.max_turns = row_max_turns(row) or type(self).max_turns
         self.seconds = float(config.get("seconds") or 5)
-        first_call = ("look", ":memory:", "SELECT 1", self.seconds)
+        first_call = ("query_as_text", ":memory:", "SELECT 1", self.seconds)
         cpu_seconds = 2 * self.seconds + 1  # a call may run two queries
-        self.workers = shared_workers("verl.environments.text2sql:answer", cpu_seconds, first_call)
+        self.workers = shared_workers("verl.environments.text2sql:handle_request", cpu_seconds, first_call)
         if not config.get("db_path") or not row.get("db_id"):
             raise ValueError(
                 f"Found db_path={config.get('db_path')!r} and a row with db_id={row.get('db_id')!r}; set "
@@ -94,7 +94,7 @@ class SQLEnv(BaseTextEnv):
         text = "There is no query to run. Think in <think>, then write one query as <sql>QUERY</sql>."
         if (match := _SQL.search(action)) is not None:
             try:
-                text = self.workers.ask("look", self.file, match[1], self.seconds)
+                text = self.workers.ask("query_as_text", self.file, match[1], self.seconds)
             except CheckFailed as error:
                 text = f"Error: {error}"
         content = f"\n\n<observation>{text}\n<reminder>Turns left: {num_left}.</reminder></observation>\n\n"
@@ -191,7 +191,7 @@ def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str
         connection.close()
 
 
-def look(file: str, sql: str, seconds: float) -> str:
+def query_as_text(file: str, sql: str, seconds: float) -> str:
     """Return the result of a query as the policy reads it.
 
     The names of the columns come first, and then the rows, with | between cells.
@@ -238,6 +238,6 @@ def is_equal(file: str, sql: str, gold: str, seconds: float, ordered: bool) -> b
     return same and len(names) == len(gold_names)
 
 
-def answer(kind: str, *arguments: Any) -> Any:
+def handle_request(kind: str, *arguments: Any) -> Any:
     """Do what a process is asked for, which is "look" or "is_equal"."""
-    return (look if kind == "look" else is_equal)(*arguments)
+    return (query_as_text if kind == "query_as_text" else is_equal)(*arguments)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 
-from verl.train_worker import play
+from verl.train_worker import run_process
 from verl.utils.announcing import gc_paused
 
 if __name__ == "__main__":
     given = sys.argv[1:]
     if any(word.startswith("@") or ("=" in word and not word.startswith("-")) for word in given):
-        sys.exit(play("inference", given))
+        sys.exit(run_process("inference", given))
     with gc_paused():
         from verl.inference.server import main  # imports torch, which reads what the line above sets
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
-from verl.environments.messages import CALL_BEGINS, calls_of, text_of, with_tool_calls, with_tools_told
+from verl.environments.messages import CALL_BEGINS, calls_of, text_of, with_tool_calls, with_tool_list
 from verl.inference.border import ApiError
 from verl.inference.engine_thread import TurnResult
 from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
@@ -129,7 +129,7 @@ class ChatCodec:
         Contents are texts, and the arguments of calls are objects.
         """
         if not self._knows_tools:
-            return [*with_tools_told(messages, tools)]
+            return [*with_tool_list(messages, tools)]
         prepared = [{**message, "content": text_of(message)} for message in messages]
         for message in prepared:
             if calls := calls_of(message):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.environments.calls import settle
+from verl.environments.calls import complete_future
 from verl.inference.border import ApiError
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
 
@@ -178,7 +178,7 @@ class EngineThread:
                 version = self.engine.version
                 ids, log_probs, _ = self.engine.partial(session_id)
                 completion = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
-                settle(turn.ended, self._result(turn, completion))
+                complete_future(turn.ended, self._result(turn, completion))
             return under_way
 
         under_way = await self._ask(take)
@@ -219,9 +219,9 @@ class EngineThread:
         def run() -> None:
             try:
                 self._check_failure()
-                settle(answer, question())
+                complete_future(answer, question())
             except Exception as error:  # the handler that asked receives it, and the engine goes on
-                settle(answer, error=error)
+                complete_future(answer, error=error)
 
         self._orders.put(run)
         return await asyncio.wrap_future(answer)
@@ -249,7 +249,7 @@ class EngineThread:
             self._tell(self.on_failure)
         self.failure = failure
         for turn in [*self._live.values(), *self._held]:
-            settle(turn.ended, error=ApiError(503, "engine_failed", failure))
+            complete_future(turn.ended, error=ApiError(503, "engine_failed", failure))
         self.engine.shutdown()
         while not self._is_closing or not self._orders.empty():  # each further order gets the failure
             self._orders.get()()
@@ -257,7 +257,7 @@ class EngineThread:
     def _step(self) -> None:
         for completion in self.engine.step():
             turn = self._live.pop(completion.session_id)
-            settle(turn.ended, self._result(turn, completion))
+            complete_future(turn.ended, self._result(turn, completion))
         for session_id, turn in self._live.items():
             if turn.on_tokens is not None and not turn.is_showing:
                 token_ids = self.engine.partial(session_id).token_ids
@@ -290,7 +290,7 @@ class EngineThread:
                 self.engine.resume(turn.session_id, turn.token_ids, turn.params)
             self._live[turn.session_id] = turn
         except (ApiError, ValueError) as error:
-            settle(turn.ended, error=error)
+            complete_future(turn.ended, error=error)
 
     def _cancel(self, turn: EngineTurn) -> None:
         if turn in self._held:

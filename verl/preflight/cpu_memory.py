@@ -34,17 +34,17 @@ def fullest_moment(
     if gathered and not is_sharded and not (size.has_vocab_head and size.ties_embeddings):
         gathered -= width * size.embedding  # an embedding is looked up as it is
     residual = tokens * size.hidden * FLOAT32
-    work = tokens * width * max(3 * size.intermediate, 3 * size.queries + 2 * size.keys)
+    work = tokens * width * max(3 * size.intermediate, 3 * size.query_width + 2 * size.key_width)
     chunk, matrix = _head(size, held, precision, tokens, updates)
-    sorting = gathered + held.gathered_root + width * size.layer * is_sharded
+    sorting = gathered + held.gathered_root + width * size.layer_parameters * is_sharded
     if not updates:
         return max((gathered, 3 * residual, chunk), (sorting, 3 * residual + work, 0), key=sum)
     layer = tokens * kept_for_token(size, precision, longest)
     of_layers = held.num_layers * (residual if again else layer) + 5 * residual  # and embedding, norm, wanted
-    gathered += held.waiting + held.kept
+    gathered += held.unreduced_gradients + held.last_reduced_gradients
     tied = FLOAT32 * size.embedding * size.ties_embeddings * (not size.adapters)
-    exchanged = size.layer * (width + FLOAT32) * is_sharded
-    # the root's gradient: `kept` is gloo's copy of it by then; and the part that comes back
+    exchanged = size.layer_parameters * (width + FLOAT32) * is_sharded
+    # the root's gradient: `last_reduced_gradients` is gloo's copy of it by then; and the part that comes back
     summed = held.exchanged + held.gradients * size.root // size.trained * is_sharded
     moments = [
         (gathered, of_layers, chunk + matrix),  # the gradient of the head
@@ -67,10 +67,10 @@ def kept_for_token(size: ModelSize, precision: Precision, longest: int) -> int:
     if width == FLOAT32:
         kept = layer_bytes(size, precision, False)
         if FEWEST_SCORES <= scores <= MOST_SCORES:  # and a product fewer is kept of the queries
-            kept += width * (seen - size.queries)
+            kept += width * (seen - size.query_width)
         return kept
-    kept = (2 * FLOAT32 + 2 * width) * size.hidden + FLOAT32 * size.queries // size.heads
-    kept += 3 * width * (size.queries + size.keys + size.intermediate)
+    kept = (2 * FLOAT32 + 2 * width) * size.hidden + FLOAT32 * size.query_width // size.heads
+    kept += 3 * width * (size.query_width + size.key_width + size.intermediate)
     return kept + width * seen * (scores <= MOST_SCORES)
 
 

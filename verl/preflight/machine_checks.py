@@ -31,10 +31,10 @@ from verl.preflight.target import (
     existing_parent,
     memory_of_machine,
     port_holder,
-    problem_of_writing,
     ray_folder,
     read_text,
     warning,
+    write_problem,
 )
 from verl.trainer.placement import samples_apart
 
@@ -61,13 +61,13 @@ def find_places_that_can_not_be_written(target: Target) -> Iterator[Finding]:
         do = "export RAY_TMPDIR=<folder on a local disk with a short path>"
         folders.append(("Ray's files", ray_folder(), "Ray would not start", do))
     for used_for, path, why, do in folders:
-        if (problem := problem_of_writing(path)) is not None:
+        if (problem := write_problem(path)) is not None:
             yield error(f"{used_for}: {path} can't be written ({problem})", why, do)
 
 
 def find_full_home(target: Target) -> Iterator[Finding]:
     """Find a home folder that is full or over quota."""
-    problem = problem_of_writing("~")
+    problem = write_problem("~")
     free = shutil.disk_usage(existing_parent("~")).free
     if problem is not None or free < HOME_BYTES:
         state = f"can't be written ({problem})" if problem else f"has {free / 1e6:.0f} MB left"

@@ -34,13 +34,13 @@ class ModelSize:
     Attributes:
         num_parameters: The number of parameters without adapters, with tied ones counted once.
         num_layers: The number of decoder layers.
-        layer: The number of parameters in one decoder layer.
+        layer_parameters: The number of parameters in one decoder layer.
         adapters: The number of parameters that LoRA trains. 0 if the model itself is trained.
         hidden: The width of the hidden states.
         intermediate: The width of the MLP, or of all experts together that a token takes.
         heads: The number of attention heads.
-        queries: The width of the queries of all heads.
-        keys: The width of the keys of all heads.
+        query_width: The width of the queries of all heads.
+        key_width: The width of the keys of all heads.
         key_heads: The number of heads with keys of their own.
         vocab: The size of the vocabulary.
         qk_norm: Whether queries and keys are normed.
@@ -51,13 +51,13 @@ class ModelSize:
 
     num_parameters: int
     num_layers: int
-    layer: int
+    layer_parameters: int
     adapters: int
     hidden: int
     intermediate: int
     heads: int
-    queries: int
-    keys: int
+    query_width: int
+    key_width: int
     key_heads: int
     vocab: int
     qk_norm: bool
@@ -76,7 +76,7 @@ class ModelSize:
     @property
     def root(self) -> int:
         """Return the number of parameters that are in no decoder layer."""
-        return self.num_parameters - self.num_layers * self.layer
+        return self.num_parameters - self.num_layers * self.layer_parameters
 
 
 def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bool = True) -> ModelSize:
@@ -117,13 +117,13 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
     return ModelSize(
         num_parameters=sum(counts.values()) - adapters + value_head,
         num_layers=len(layers),
-        layer=in_layers // max(1, len(layers)),
+        layer_parameters=in_layers // max(1, len(layers)),
         adapters=adapters + value_head if adapters else 0,
         hidden=hidden,
         intermediate=intermediate,
         heads=heads,
-        queries=heads * head_dim,
-        keys=(fields.get("num_key_value_heads") or heads) * head_dim,
+        query_width=heads * head_dim,
+        key_width=(fields.get("num_key_value_heads") or heads) * head_dim,
         key_heads=fields.get("num_key_value_heads") or heads,
         vocab=fields["vocab_size"],
         qk_norm=fields["model_type"].startswith(("qwen3", "gemma3")),
@@ -193,8 +193,8 @@ class Held:
         has_head: Whether it computes log-probs.
         gathered: The whole weights with which a pass works, beyond those that it keeps.
         exchanged: The gradients on their way between processes in a backward pass.
-        waiting: The gradients that no process has given away before the last micro-batch.
-        kept: The last sum over processes, which FSDP2 frees in the next micro-batch.
+        unreduced_gradients: The gradients that no process has given away before the last micro-batch.
+        last_reduced_gradients: The last sum over processes, which FSDP2 frees in the next micro-batch.
         gathered_root: The part of `gathered` that is in no layer.
         autocasts: Whether it computes in 16 bits beside a residual stream in float32.
         in_flight: The number of micro-batches whose activations it keeps at once.
@@ -210,8 +210,8 @@ class Held:
     has_head: bool
     gathered: int = 0
     exchanged: int = 0
-    waiting: int = 0
-    kept: int = 0
+    unreduced_gradients: int = 0
+    last_reduced_gradients: int = 0
     gathered_root: int = 0
     autocasts: bool = False
     in_flight: int = 1
@@ -220,7 +220,7 @@ class Held:
     before_a_step: int = 0
 
 
-def hold(
+def held_memory(
     size: ModelSize, layout: Layout, stage: int, precision: Precision, is_trained: bool, fsdp: Any
 ) -> Held:
     """Return what a process of a pipeline's stage holds of a model.
@@ -236,7 +236,7 @@ def hold(
     compute = precision.compute.itemsize
     reduce = torch.float32.itemsize
     if layout.is_megatron:
-        return _hold_on_megatron(size, layout, stage, compute, reduce, is_trained)
+        return _held_memory_on_megatron(size, layout, stage, compute, reduce, is_trained)
     trained = size.trained * is_trained
     alone = layout.num_processes == 1
     casts = precision.compute != precision.model
@@ -245,15 +245,15 @@ def hold(
     if alone:  # Autocast keeps the matrices that it has cast until the pass ends.
         gathered = compute * casts * size.num_parameters
         exchanged = 0
-        waiting = 0
+        unreduced_gradients = 0
     else:
-        at_work = size.root + PREFETCHED_UNITS * size.layer
+        at_work = size.root + PREFETCHED_UNITS * size.layer_parameters
         gathered = compute * (at_work if fsdp.reshard_after_forward else size.num_parameters)
         # `exchanged` is a unit's whole gradient, and the buffer in which it is summed over processes. Without
         # resharding the gradients of all units wait for the last micro-batch. Those of adapters always do.
-        unit = size.adapters // size.num_layers if size.adapters else max(size.layer, size.root)
+        unit = size.adapters // size.num_layers if size.adapters else max(size.layer_parameters, size.root)
         exchanged = unit * (compute + reduce) * is_trained
-        waiting = trained * reduce * (not fsdp.reshard_after_forward or size.adapters > 0)
+        unreduced_gradients = trained * reduce * (not fsdp.reshard_after_forward or size.adapters > 0)
     return Held(
         weights=-(-(size.num_parameters * precision.model.itemsize + 4 * size.adapters) // shard),
         gradients=-(-trained * width // shard),
@@ -262,15 +262,15 @@ def hold(
         has_head=size.has_vocab_head,
         gathered=gathered,
         exchanged=exchanged,
-        waiting=waiting,
-        kept=0 if alone or waiting or not is_trained else reduce * size.root,
+        unreduced_gradients=unreduced_gradients,
+        last_reduced_gradients=0 if alone or unreduced_gradients or not is_trained else reduce * size.root,
         gathered_root=0 if alone else compute * size.root,
         autocasts=compute == 2,
         before_a_step=-(-trained * width // shard),
     )
 
 
-def _hold_on_megatron(
+def _held_memory_on_megatron(
     size: ModelSize, layout: Layout, stage: int, compute: int, reduce: int, is_trained: bool
 ) -> Held:
     """Return what a process of a pipeline's stage holds of a model on Megatron.
@@ -281,7 +281,7 @@ def _hold_on_megatron(
     """
     layers = size.num_layers // layout.pipeline
     is_last = stage == layout.pipeline - 1
-    num_parameters = layers * size.layer + size.embedding * (stage == 0)
+    num_parameters = layers * size.layer_parameters + size.embedding * (stage == 0)
     num_parameters += (size.root - size.embedding) * is_last
     num_parameters += size.embedding * (is_last and stage > 0 and size.ties_embeddings)
     num_parameters = -(-num_parameters // layout.tensor)
@@ -327,7 +327,7 @@ def update_pass(
     kept_bytes, recomputed_bytes = (residual, layer) if checkpointing else (layer, 0)
     ends = 5 * residual  # the embedding, the last norm, hidden states of the loss tokens and their gradient
     activations = tokens * (held.in_flight * held.num_layers * kept_bytes + recomputed_bytes + ends)
-    return activations, _head(size, held, precision, tokens, True, compiles)
+    return activations, _head_bytes(size, held, precision, tokens, True, compiles)
 
 
 def forward_pass(
@@ -337,9 +337,9 @@ def forward_pass(
 
     Such a pass holds the results of one layer at a time.
     """
-    widest = max(3 * size.intermediate, 3 * size.queries + 2 * size.keys) // held.tensor
+    widest = max(3 * size.intermediate, 3 * size.query_width + 2 * size.key_width) // held.tensor
     activations = tokens * (precision.compute.itemsize * (widest + 3 * size.hidden) + 8 * size.hidden)
-    return activations, _head(size, held, precision, tokens, False, compiles)
+    return activations, _head_bytes(size, held, precision, tokens, False, compiles)
 
 
 def layer_bytes(
@@ -361,12 +361,12 @@ def layer_bytes(
         head_norm = 6
     if compiles:
         norms = 2 * ((4 if autocasts else itemsize) + itemsize)
-    wide = itemsize * (3 * size.queries + 2 * size.keys + (3 if compiles else 4) * size.intermediate)
-    wide += head_norm * (size.queries + size.keys) * size.qk_norm
+    wide = itemsize * (3 * size.query_width + 2 * size.key_width + (3 if compiles else 4) * size.intermediate)
+    wide += head_norm * (size.query_width + size.key_width) * size.qk_norm
     return norms * size.hidden + wide // tensor
 
 
-def _head(
+def _head_bytes(
     size: ModelSize, held: Held, precision: Precision, tokens: int, backward: bool, compiles: bool
 ) -> int:
     """Return the bytes of the output head in a pass.

@@ -3,8 +3,8 @@
     configuration -> Passes, roles_of (as the run) -> engines of a process -> DeviceLoad: bytes in each phase
                   -> Plan: it fits, or which device lacks what in which phase
 
-A phase is a pass of the step. Offloaded tensors take memory of the node instead (`host`), and memory of the
-device only while they are needed. The last part of this module puts a plan into words.
+A phase is a pass of the step. Offloaded tensors take memory of the node instead (`host_bytes`), and memory of
+the device only while they are needed. The last part of this module puts a plan into words.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from verl.config import Config, get_value
 from verl.preflight.cpu_memory import fullest_moment, mapped, while_loading
-from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
+from verl.preflight.memory import Layout, ModelSize, forward_pass, held_memory, size_of, update_pass
 from verl.preflight.target import GIB, Hardware
 from verl.trainer.placement import processes_on_nodes, roles_of, samples_apart
 from verl.trainer.ppo.batching import num_mini_batches
@@ -56,17 +56,17 @@ class DeviceLoad:
         name: The devices that are meant, in words.
         capacity: The bytes of the device.
         items: The bytes of each item in each phase, as "owner: what" -> phase -> bytes.
-        host: The bytes in the node's memory beside a GPU.
+        host_bytes: The bytes in the node's memory beside a GPU.
     """
 
     name: str
     capacity: int
     items: dict[str, dict[str, int]] = field(default_factory=dict)
-    host: int = 0
+    host_bytes: int = 0
 
-    def add(self, item: str, phases: Iterable[str], num_bytes: int, host: int = 0) -> None:
-        """Add `num_bytes` to an item in some phases, and `host` bytes to the node's memory in all phases."""
-        self.host += host
+    def add(self, item: str, phases: Iterable[str], num_bytes: int, host_bytes: int = 0) -> None:
+        """Add `num_bytes` to an item in some phases, and `host_bytes` to the node's memory in all phases."""
+        self.host_bytes += host_bytes
         for phase in phases:
             if num_bytes:
                 bytes_in_phase = self.items.setdefault(item, {})
@@ -74,6 +74,14 @@ class DeviceLoad:
 
     def total(self, phase: str) -> int:
         return sum(phases.get(phase, 0) for phases in self.items.values())
+
+
+class LoadInPhase(NamedTuple):
+    """The load of a device, one of its phases, and the bytes that are left in that phase."""
+
+    load: DeviceLoad
+    phase: str
+    num_bytes_left: int
 
 
 @dataclass(frozen=True)
@@ -113,10 +121,10 @@ def phases_of(config: Config, passes: Passes) -> tuple[str, ...]:
         "rollout": True,
         "update_actor": True,
         "log_probs": passes.old_log_probs(True, updates),
-        "reference": passes.reference,
-        "teacher": passes.teacher,
-        "values": passes.values,
-        "update_critic": passes.values,
+        "reference": passes.needs_reference,
+        "teacher": passes.needs_teacher,
+        "values": passes.needs_values,
+        "update_critic": passes.needs_values,
     }
     return tuple(phase for phase in PHASES if happens[phase])
 
@@ -151,11 +159,11 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
         "update_actor": (limits(actor, "ppo"), min(rows, actor.ppo_mini_batch_size * n)),
     }
     others = {}
-    if passes.reference and size.adapters:  # The reference is the policy without its adapters.
+    if passes.needs_reference and size.adapters:  # The reference is the policy without its adapters.
         of_actor["reference"] = limits(block.ref, "log_prob"), rows
-    elif passes.reference:
+    elif passes.needs_reference:
         others["reference"] = size
-    if passes.teacher:
+    if passes.needs_teacher:
         others["teacher"] = size_of({"path": block.teacher.path}, with_adapters=False)
     checkpointing = block.model.enable_gradient_checkpointing
     engines = [EngineUse("actor", size, precision, actor.fsdp_config, of_actor, checkpointing)]
@@ -163,7 +171,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
         its_precision = Precision.from_config(frozen, device, trained=False)
         its_passes = {owner: (limits(block.ref, "log_prob"), rows)}
         engines.append(EngineUse(owner, its_size, its_precision, frozen, its_passes))
-    if passes.values:
+    if passes.needs_values:
         of_critic = {
             "values": (limits(critic, "ppo"), rows),
             "update_critic": (limits(critic, "ppo"), min(rows, critic.ppo_mini_batch_size * n)),
@@ -239,21 +247,21 @@ class Plan:
                 self._add_rollout(load)
             # Several processes would read only their own parts.
             if self.on_cuda and self.layout.num_processes == 1:
-                load.host += max(
+                load.host_bytes += max(
                     use.size.num_parameters * use.precision.model.itemsize for use in self.engines
                 )
             self.loads.append(load)
         self.problems = list(dict.fromkeys(self.problems))
         room = [
-            (device, phase, device.capacity - device.total(phase))
+            LoadInPhase(device, phase, device.capacity - device.total(phase))
             for device in self.loads
             for phase in self.phases
         ]
-        self.tightest = min(room, key=lambda each: each[2])
+        self.tightest = min(room, key=lambda entry: entry.num_bytes_left)
 
     @property
     def fits(self) -> bool:
-        return self.tightest[2] >= 0 and not self.problems
+        return self.tightest.num_bytes_left >= 0 and not self.problems
 
     def _add_process(self, load: DeviceLoad) -> None:
         """Add what a process takes before it holds any model."""
@@ -278,7 +286,7 @@ class Plan:
         fsdp = use.fsdp
         layout = self.layout
         phases = self.phases
-        held = hold(use.size, layout, stage, use.precision, use.is_trained, fsdp)
+        held = held_memory(use.size, layout, stage, use.precision, use.is_trained, fsdp)
         at_work = [phase for phase in use.passes if phase in phases]
         updates = [phase for phase in at_work if phase.startswith("update")]
         offloads = self.on_cuda and fsdp.param_offload
@@ -314,7 +322,7 @@ class Plan:
                 activations, head = update_pass(
                     use.size, held, use.precision, tokens, use.checkpointing, compiles
                 )
-                gathered += held.exchanged + held.waiting
+                gathered += held.exchanged + held.unreduced_gradients
             else:
                 activations, head = forward_pass(use.size, held, use.precision, tokens, compiles)
             load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
@@ -368,7 +376,7 @@ class Plan:
         most_rows = max(rows_of_step(config), config.data.val_batch_size)
         slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows * sharing // num_processes))
         heads = -(-size.key_heads // sharing)  # each process has at least one
-        position = 2 * size.num_layers * size.keys // size.key_heads * heads * dtype.itemsize
+        position = 2 * size.num_layers * size.key_width // size.key_heads * heads * dtype.itemsize
         weights //= sharing
         sequence = -(-rollout.prompt_length // rollout.block_size) * rollout.block_size * position
         # Whether the weights are gathered, merged or cast for the engine, which makes a copy of them.
@@ -441,7 +449,7 @@ def report(plan: Plan) -> Iterator[str]:
         yield ""
         yield from _table(load, plan.phases)
     if hardware.device == "cuda":
-        host = max(load.host for load in plan.loads) * config.trainer.n_gpus_per_node
+        host = max(load.host_bytes for load in plan.loads) * config.trainer.n_gpus_per_node
         yield ""
         yield f"CPU memory of a node, for what is loaded, offloaded or copied, and processes: {gib(host)} GiB"
 

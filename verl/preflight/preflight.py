@@ -56,7 +56,7 @@ def choose(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
     return [name for name in CHECKS if (not only or name in only) and name not in skip]
 
 
-def look(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Preflight:
+def run_preflight(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Preflight:
     """Make the checks that `choose` selects."""
     names = choose(only, skip)
     if target.config is None or needs_ray(target.config):
@@ -74,7 +74,7 @@ def look(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> 
     return Preflight(findings, num_errors, names, max(1, len(target.versions)))
 
 
-def start_is_sound(config: Config | SFTConfig, probe: Any = None) -> bool:
+def passes_quick_checks(config: Config | SFTConfig, probe: Any = None) -> bool:
     """Make the quick checks before Ray starts and before anything is loaded.
 
     Each finding is printed as one line on stderr.
@@ -88,7 +88,7 @@ def start_is_sound(config: Config | SFTConfig, probe: Any = None) -> bool:
     skip = config.trainer.doctor_skip
     choose(skip=skip)
     try:
-        preflight = look(Target(config, probe, at_start=True), skip=skip)
+        preflight = run_preflight(Target(config, probe, at_start=True), skip=skip)
     except Exception:  # if the checks themselves fail, on a machine they do not know, the run must not stop
         last = traceback.format_exc().strip().splitlines()[-1]
         print(f"warning: the checks before the start failed, the run goes on: {last}", file=sys.stderr)

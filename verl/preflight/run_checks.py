@@ -86,7 +86,9 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
         return
     rows = rows_of_step(config)
     n = config.actor_rollout_ref.rollout.n
-    blocks = ["actor_rollout_ref.actor", "critic"] if Passes(config).values else ["actor_rollout_ref.actor"]
+    blocks = (
+        ["actor_rollout_ref.actor", "critic"] if Passes(config).needs_values else ["actor_rollout_ref.actor"]
+    )
     try:
         replicas = Layout.of(config).replicas
     except ValueError:  # the check of settings says why
@@ -124,7 +126,7 @@ def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
     data = config.data
     longest = config.data.max_prompt_length + config.data.max_response_length
     blocks: dict[str, Any] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model}
-    if Passes(config).values:
+    if Passes(config).needs_values:
         blocks["critic.model.path"] = config.critic.model
     for key, block in blocks.items():
         positions = _max_positions(block) if block.path and local_folder(block.path) else None

@@ -198,8 +198,8 @@ class Target:
         else:
             passes = Passes(config)
             keys = ["actor_rollout_ref.model.path"]
-            keys += ["critic.model.path"] * passes.values
-            keys += ["actor_rollout_ref.teacher.path"] * passes.teacher
+            keys += ["critic.model.path"] * passes.needs_values
+            keys += ["actor_rollout_ref.teacher.path"] * passes.needs_teacher
         once: dict[str, str] = {}
         for key in keys:
             path = get_value(config, key)
@@ -296,7 +296,7 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def problem_of_writing(path: str | Path) -> str | None:
+def write_problem(path: str | Path) -> str | None:
     """Return why nothing can be written to a folder, or None if it can be written to.
 
     If the folder does not exist, its nearest parent that exists is tried.

@@ -90,22 +90,22 @@ def run(argv: list[str]) -> int:
 def _train(config: SFTConfig) -> int:
     """Train with settings that have passed the first checks; return the exit status."""
     with gc_paused():
-        from verl.preflight.preflight import start_is_sound
-        from verl.trainer.placement import place, start_ray
-        from verl.trainer.restarts import run_to_an_end
+        from verl.preflight.preflight import passes_quick_checks
+        from verl.trainer.placement import decide_machine_settings, start_ray
+        from verl.trainer.restarts import run_program
 
     def start(closing: ExitStack, stop_request: StopRequest) -> FSDPSFTTrainer | int:
-        if not start_is_sound(config):
+        if not passes_quick_checks(config):
             return 2
         closing.enter_context(start_ray(config))
-        place(config)
+        decide_machine_settings(config)
         trainer = build_trainer(config, stop_request)
         closing.callback(trainer.shutdown)
         with announce("starting the processes and loading the model"):
             trainer.init_workers()
         return trainer
 
-    return run_to_an_end(start)
+    return run_program(start)
 
 
 def main() -> None:

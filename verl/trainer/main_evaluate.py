@@ -43,10 +43,10 @@ DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, 
 DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
 BENCHMARKS = Path("data/benchmarks")  # the rows of benchmarks that are given by name
-# The options (KEPT) and the settings (DECISIVE) on which results depend: --resume goes on with results that
-# have the same.
-KEPT = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
-DECISIVE = (
+# The options (RESULT_OPTIONS) and the settings (RESULT_SETTINGS) on which results depend: --resume goes on
+# with results that have the same.
+RESULT_OPTIONS = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
+RESULT_SETTINGS = (
     "max_turns",
     "do_search",
     "environment.",
@@ -181,7 +181,7 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
         )
 
 
-def name_of(folder: Path | None, model: str) -> Path:
+def relative_results_path(folder: Path | None, model: str) -> Path:
     """Return a model's place below --out.
 
     It is RUN/global_step_N, the name of its folder, or a name as organisation--model.
@@ -257,16 +257,16 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
         yield stack.enter_context(closing(build_agent(config, tokenizer, engine, api_key=key)))
 
 
-def check_search(config: Config, asks: bool) -> None:
+def check_search(config: Config, may_search: bool) -> None:
     """Raise ValueError if questions need a search server and none answers.
 
     Args:
         config: the settings.
-        asks: whether there are questions that may search.
+        may_search: whether there are questions that may search.
     """
     from search_r1.search.client import API_KEY_VARIABLE, SearchClient, SearchError
 
-    if not config.do_search or not asks:
+    if not config.do_search or not may_search:
         return
     retriever = config.retriever
     key = os.environ.get(API_KEY_VARIABLE, "")
@@ -322,7 +322,7 @@ def evaluate(
         from search_r1.search.dense.encoder import Encoder
 
         encode = Encoder(Path(options.encoder).name, options.encoder).encode_passages
-    name = name_of(folder, options.model)
+    name = relative_results_path(folder, options.model)
     with announce(f"loading {name}", sys.stderr), ExitStack() as stack:
         agent = stack.enter_context(agent_of(folder, config, options))
         open_agent = stack.pop_all()
@@ -343,13 +343,13 @@ def evaluate(
             settings = {
                 "model": str(folder or options.model),
                 "file": hashlib.sha256(path.read_bytes()).hexdigest(),
-                **{name: getattr(options, name) for name in KEPT},
-                **{key: value for key, value in flatten(config).items() if key.startswith(DECISIVE)},
+                **{name: getattr(options, name) for name in RESULT_OPTIONS},
+                **{key: value for key, value in flatten(config).items() if key.startswith(RESULT_SETTINGS)},
             }
             for retriever in options.retrievers:
                 rows = with_retriever(dataset, retriever, options.seed, config.max_turns)
                 control = {} if retriever == OWN else {"retriever": retriever}
-                label = name_with(path.stem, retriever)
+                label = benchmark_label(path.stem, retriever)
                 results_folder = options.out / name / label
                 benchmarks.append(Benchmark(label, rows, results_folder, {**settings, **control}, encode))
         for benchmark in benchmarks:
@@ -376,7 +376,7 @@ def beside_each_other(
     """Return the figures of a benchmark as a table: a line for each figure, a column for each retriever."""
     from verl.evaluation.rollouts import shown
 
-    columns = [summaries[name_with(benchmark, retriever)] for retriever in retrievers]
+    columns = [summaries[benchmark_label(benchmark, retriever)] for retriever in retrievers]
     names = [name for name, value in columns[0].items() if isinstance(value, list) or name == "searches"]
     cells = [["", *retrievers]]
     for name in names:
@@ -386,7 +386,7 @@ def beside_each_other(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def name_with(benchmark: str, retriever: str) -> str:
+def benchmark_label(benchmark: str, retriever: str) -> str:
     """Return the name of a benchmark, which says whether its searches find other passages than their own."""
     return benchmark if retriever == OWN else f"{benchmark}/{retriever}"
 

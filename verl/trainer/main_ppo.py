@@ -168,10 +168,10 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
     """Train with arguments that have passed the first checks; return the exit status."""
     with announce("loading the libraries"), gc_paused():
         from search_r1.search.probe import RetrievalProbe
-        from verl.preflight.preflight import dry_run, start_is_sound
+        from verl.preflight.preflight import dry_run, passes_quick_checks
         from verl.trainer.config import settings_without_effect, validate
-        from verl.trainer.placement import place, process_variables, start_ray
-        from verl.trainer.restarts import RestartingRun, run_to_an_end
+        from verl.trainer.placement import decide_machine_settings, process_variables, start_ray
+        from verl.trainer.restarts import RestartingRun, run_program
         from verl.utils.dataset.row_environments import check_environments
 
     config: Config = loaded.config
@@ -190,12 +190,12 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
 
             session = closing.enter_context(FolderSession(process_folder(config)))
         with announce("checking settings, machine and search server"):
-            is_sound = start_is_sound(config, RetrievalProbe())
+            is_sound = passes_quick_checks(config, RetrievalProbe())
         if not is_sound:
             return 2
         with announce("starting Ray"):
             closing.enter_context(start_ray(config))
-        place(config)
+        decide_machine_settings(config)
         for variable, value in process_variables(config).items():  # workers inherit them
             os.environ.setdefault(variable, value)
         score = train_score_factory(config) if train_score_factory else None
@@ -208,7 +208,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
             training.start()
         return training
 
-    return run_to_an_end(start)
+    return run_program(start)
 
 
 def __getattr__(name: str) -> object:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from search_r1.search.probe import RetrievalProbe
 from verl.config import PROGRAMS, Loaded, load
-from verl.preflight.preflight import CHECKS, choose, look
+from verl.preflight.preflight import CHECKS, choose, run_preflight
 from verl.preflight.target import Target
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             is_thorough=not arguments.quick,
             notes=tuple(loaded.notes),
         )
-        preflight = look(target, arguments.only, arguments.skip)
+        preflight = run_preflight(target, arguments.only, arguments.skip)
     except (ValueError, OSError) as error:
         if arguments.json:
             print(json.dumps({"error": str(error)}))

@@ -22,8 +22,8 @@ from verl.trainer.main_evaluate import (
     build_parser,
     check_search,
     folders_of,
-    name_of,
     read_options,
+    relative_results_path,
     run_command,
     settings_of,
 )
@@ -96,7 +96,7 @@ def ask_for_questions(options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.n = None
-    results_folder = options.out / name_of(folder, options.model)
+    results_folder = options.out / relative_results_path(folder, options.model)
     questions = questions_file(results_folder / passages.stem)
     if options.resume and (results_folder / questions.stem / "results.jsonl").is_file():
         print(f"going on with {questions}", flush=True)

@@ -1,6 +1,7 @@
 """The placement of a run: its roles, their pools, and where the processes live (here, in Ray, by a folder).
 
-    place(config)      `auto` becomes what is there, `fastest` what was measured when the run began
+    decide_machine_settings(config)
+                       `auto` becomes what is there, `fastest` what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
                        critic, and the rollout; with rollouts apart a pool of rollout.num_processes for these
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _DTYPE_KEY = "mixed_precision.param_dtype"
 PROGRAMS_OF_POOLS = {"global_pool": "train_worker", "rollout_pool": "inference"}  # python -m verl.NAME
-WORTH_BF16 = 1.3  # times as fast as fp32: with less, rounding is not worth it, and chance might decide
+MIN_BF16_SPEEDUP = 1.3  # times as fast as fp32: with less, rounding is not worth it, and chance might decide
 
 
 class Role(Enum):
@@ -103,8 +104,8 @@ def samples_apart(config: Config | SFTConfig) -> bool:
 
 def roles_of(passes: Passes) -> list[Role]:
     """Return the roles that live in each process that trains."""
-    actor = Role.ActorRolloutRef if passes.reference else Role.ActorRollout
-    return [actor, Role.Critic] if passes.values else [actor]
+    actor = Role.ActorRolloutRef if passes.needs_reference else Role.ActorRollout
+    return [actor, Role.Critic] if passes.needs_values else [actor]
 
 
 def processes_on_nodes(config: Config | SFTConfig) -> list[int]:
@@ -146,7 +147,7 @@ def num_processes(config: Config | SFTConfig) -> int:
     return sum(processes_on_nodes(config))
 
 
-def place(config: Config | SFTConfig) -> None:
+def decide_machine_settings(config: Config | SFTConfig) -> None:
     """Decide the settings that are left to the machine.
 
     `trainer.backend` and `trainer.device` are filled in from what is there where they are `auto`. Where
@@ -175,7 +176,7 @@ def place(config: Config | SFTConfig) -> None:
         model = config.model if isinstance(config, SFTConfig) else config.actor_rollout_ref.model
         sizes = load_hf_config(model).get_text_config()
         speedup = bf16_speedup(sizes.hidden_size, getattr(sizes, "intermediate_size", 4 * sizes.hidden_size))
-        dtype = "bf16" if speedup >= WORTH_BF16 else "fp32"
+        dtype = "bf16" if speedup >= MIN_BF16_SPEEDUP else "fp32"
         print(
             f"computing in {dtype}: products in bf16 are {speedup:.2g} times as fast as in fp32 here",
             flush=True,

@@ -76,13 +76,13 @@ class RemoteStore:
             ) from error
         except Exception as error:  # of any of fsspec's file systems
             raise ValueError(f"trainer.remote_dir={remote_dir}: {error}") from error
-        self._sent: set[tuple[str, str]] = set()
+        self._uploaded: set[tuple[str, str]] = set()
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.url = remote_dir
         self.base = base.rstrip("/")
         self.root = f"{self.base}/{run_name}"
 
-    def _ask(self, call: Callable[..., Any], *arguments: Any, **flags: Any) -> Any:
+    def _call(self, call: Callable[..., Any], *arguments: Any, **flags: Any) -> Any:
         """Return what the place answers to a call of its file system.
 
         Raises FileNotFoundError if it says so, and RemoteFailed for every other error.
@@ -101,13 +101,13 @@ class RemoteStore:
         `glob`, `find` and `exists` are of no use here, as they hide errors.
         """
         try:
-            return [path.rstrip("/").split("/")[-1] for path in self._ask(self.fs.ls, folder, detail=False)]
+            return [path.rstrip("/").split("/")[-1] for path in self._call(self.fs.ls, folder, detail=False)]
         except FileNotFoundError:
             return []
 
     def _below(self, folder: str) -> Iterator[str]:
         """Yield the names of all files below a folder."""
-        for entry in self._ask(self.fs.ls, folder, detail=True):
+        for entry in self._call(self.fs.ls, folder, detail=True):
             name = entry["name"].rstrip("/").split("/")[-1]
             if entry["type"] == "directory":
                 yield from (f"{name}/{inner}" for inner in self._below(f"{folder}/{name}"))
@@ -126,7 +126,7 @@ class RemoteStore:
                 # A missing mount is an error, not an empty place.
                 raise FileNotFoundError(f"no folder {self.base}")
             owner = (
-                self._ask(self.fs.cat_file, remote_marker).decode()
+                self._call(self.fs.cat_file, remote_marker).decode()
                 if OWNER in self._names(self.root)
                 else None
             )
@@ -147,11 +147,11 @@ class RemoteStore:
 
     def _put(self, content: bytes | Path, place: str) -> None:
         if self.is_local:
-            self._ask(self.fs.makedirs, place.rsplit("/", 1)[0], exist_ok=True)
+            self._call(self.fs.makedirs, place.rsplit("/", 1)[0], exist_ok=True)
         if isinstance(content, Path):
-            self._ask(self.fs.put_file, str(content), place)
+            self._call(self.fs.put_file, str(content), place)
         else:
-            self._ask(self.fs.pipe_file, place, content)
+            self._call(self.fs.pipe_file, place, content)
 
     def steps(self) -> list[int]:
         """Return the steps with a whole checkpoint, oldest first.
@@ -180,9 +180,9 @@ class RemoteStore:
         """
         checkpoint = f"{self.root}/{folder.name}"
         files = dict[str, dict[str, Any]]()
-        self._sent = {sent for sent in self._sent if sent[0] == checkpoint}
-        if not self._sent and MANIFEST in self._names(checkpoint):  # that one is of other content
-            self._ask(self.fs.rm_file, f"{checkpoint}/{MANIFEST}")
+        self._uploaded = {sent for sent in self._uploaded if sent[0] == checkpoint}
+        if not self._uploaded and MANIFEST in self._names(checkpoint):  # that one is of other content
+            self._call(self.fs.rm_file, f"{checkpoint}/{MANIFEST}")
 
         def go_on() -> None:
             if ended is not None and ended.is_set():
@@ -190,23 +190,23 @@ class RemoteStore:
 
         for path, name in _files(folder):
             files[name] = {"size": path.stat().st_size, "sha256": _digest(path)}
-            if (checkpoint, name) not in self._sent:
+            if (checkpoint, name) not in self._uploaded:
                 go_on()
                 self._put(path, f"{checkpoint}/{name}")
-                self._sent.add((checkpoint, name))
+                self._uploaded.add((checkpoint, name))
         for record in RECORDS:
             for path, name in _files(run_dir / record):
                 self._put(path, f"{self.root}/records/{record}" + (f"/{name}" if name else ""))
         for name, expected in files.items():
-            size = self._ask(self.fs.size, f"{checkpoint}/{name}")
+            size = self._call(self.fs.size, f"{checkpoint}/{name}")
             if size != expected["size"]:
-                self._sent.discard((checkpoint, name))
+                self._uploaded.discard((checkpoint, name))
                 raise RemoteFailed(f"{checkpoint}/{name} has {size} bytes; expected {expected['size']}")
         go_on()
         manifest = json.dumps({"step": step, "files": files}, indent=1).encode()
         self._put(manifest, f"{checkpoint}/{MANIFEST}.part")
-        self._ask(self.fs.mv, f"{checkpoint}/{MANIFEST}.part", f"{checkpoint}/{MANIFEST}")
-        self._sent.clear()
+        self._call(self.fs.mv, f"{checkpoint}/{MANIFEST}.part", f"{checkpoint}/{MANIFEST}")
+        self._uploaded.clear()
 
     def fetch(self, step: int, run_dir: Path) -> None:
         """Download a checkpoint to its place in the run's folder, and the records if the folder has none.
@@ -218,11 +218,11 @@ class RemoteStore:
         shutil.rmtree(incomplete, ignore_errors=True)
         incomplete.mkdir(parents=True)
         try:
-            files = json.loads(self._ask(self.fs.cat_file, f"{checkpoint}/{MANIFEST}"))["files"]
+            files = json.loads(self._call(self.fs.cat_file, f"{checkpoint}/{MANIFEST}"))["files"]
             for name, expected in files.items():
                 target = incomplete / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self._ask(self.fs.get_file, f"{checkpoint}/{name}", str(target))
+                self._call(self.fs.get_file, f"{checkpoint}/{name}", str(target))
                 if target.stat().st_size != expected["size"] or _digest(target) != expected["sha256"]:
                     raise RemoteFailed(f"{checkpoint}/{name} is damaged: it is not what {MANIFEST} says")
             if not (run_dir / "metrics.jsonl").exists() and "records" in self._names(self.root):
@@ -231,7 +231,7 @@ class RemoteStore:
                     target = run_dir / name
                     partial_file = run_dir / f"{name}.part"
                     partial_file.parent.mkdir(parents=True, exist_ok=True)
-                    self._ask(self.fs.get_file, f"{self.root}/records/{name}", str(partial_file))
+                    self._call(self.fs.get_file, f"{self.root}/records/{name}", str(partial_file))
                     partial_file.replace(target)
         except FileNotFoundError as error:
             raise RemoteFailed(f"{checkpoint} lacks {error}; expected what {MANIFEST} names") from error
@@ -255,8 +255,8 @@ class RemoteStore:
         for whole_step in [step] if step is not None else self.steps():
             manifest = f"{self.root}/global_step_{whole_step}/{MANIFEST}"
             with suppress(FileNotFoundError):
-                self._ask(self.fs.mv, manifest, f"{manifest}.old")
-        self._ask(self.fs.mv, f"{parent}/{name}", f"{parent}/{name}.old-{number}", recursive=True)
+                self._call(self.fs.mv, manifest, f"{manifest}.old")
+        self._call(self.fs.mv, f"{parent}/{name}", f"{parent}/{name}.old-{number}", recursive=True)
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint.
@@ -266,8 +266,8 @@ class RemoteStore:
         """
         checkpoint = f"{self.root}/global_step_{step}"
         with suppress(FileNotFoundError):
-            self._ask(self.fs.rm_file, f"{checkpoint}/{MANIFEST}")
-            self._ask(self.fs.rm, checkpoint, recursive=True)
+            self._call(self.fs.rm_file, f"{checkpoint}/{MANIFEST}")
+            self._call(self.fs.rm, checkpoint, recursive=True)
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:

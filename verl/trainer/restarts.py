@@ -55,7 +55,7 @@ RECOVERABLE = (WorkerDiedError, EngineUnavailable)
 MOST_FAILURES_FROM_ONE_STEP = 3
 
 
-def run_to_an_end(start: Callable[[ExitStack, StopRequest], RestartingRun | FSDPSFTTrainer | int]) -> int:
+def run_program(start: Callable[[ExitStack, StopRequest], RestartingRun | FSDPSFTTrainer | int]) -> int:
     """Run a program whose settings have passed the first checks.
 
     Args:
@@ -103,8 +103,9 @@ class RestartingRun:
         self.num_restarts = 0
         self.has_rewound = False  # whether the run has gone back in this process
         self.trainer: RayPPOTrainer | None = None
-        self._last = 0  # step of the checkpoint that a restart goes on from
-        self._has_own = False  # whether that checkpoint is of this run, not the one that it was started from
+        self._resume_step = 0  # step of the checkpoint that a restart goes on from
+        # Whether that checkpoint is of this run, not the one that it was started from.
+        self._resumes_own_checkpoint = False
         self._failures_in_a_row = 0  # failures since the run has gone on from that checkpoint
 
     def start(self) -> None:
@@ -116,7 +117,7 @@ class RestartingRun:
         """
         config = copy.deepcopy(self.config)
         goes_on = self.num_restarts > 0 or self.has_rewound
-        if goes_on and (self._has_own or config.trainer.resume_mode != "from_path"):
+        if goes_on and (self._resumes_own_checkpoint or config.trainer.resume_mode != "from_path"):
             config.trainer.resume_mode = "auto"
             config.trainer.resume_from_path = None
         try:
@@ -128,12 +129,12 @@ class RestartingRun:
                     pool.timeout_seconds = config.trainer.restart_timeout
             self.trainer.init_workers()
         except WorkerDiedError as error:
-            self._after(error)
+            self._handle_failure(error)
         except ValueError as error:
             if not goes_on:
                 raise
             # The same was right at the start: the cluster or a disk is another one now.
-            raise RunStopped(f"the run could not be started again: {error} {self._by_hand()}") from error
+            raise RunStopped(f"the run could not be started again: {error} {self._resume_hint()}") from error
 
     def fit(self) -> None:
         """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.
@@ -151,7 +152,7 @@ class RestartingRun:
                     raise
                 self._rewind(collapse)
             except RECOVERABLE as error:
-                self._after(error)
+                self._handle_failure(error)
 
     def shutdown(self) -> None:
         """End the workers; a second call does nothing."""
@@ -192,10 +193,10 @@ class RestartingRun:
         except RemoteFailed as error:
             raise RunStopped(f"the run can't go back from a collapse: {error}") from error
         note_rewind(checkpoints.run_dir, rewind, remedy)
-        self._has_own = from_step in checkpoints.steps_anywhere()
+        self._resumes_own_checkpoint = from_step in checkpoints.steps_anywhere()
         self.shutdown()
         self.has_rewound = True
-        self._last = from_step
+        self._resume_step = from_step
         origin = f"the checkpoint of step {from_step}" if from_step else "its start"
         values = ", ".join(f"{key}={value:.3g}" for key, value in remedy.items() if value > 0)
         print(
@@ -229,7 +230,7 @@ class RestartingRun:
             "(trainer.resume_mode=from_path), or set trainer.on_collapse=warn."
         )
 
-    def _after(self, error: Exception) -> None:
+    def _handle_failure(self, error: Exception) -> None:
         """End what is left of the workers; return if the run may be built anew.
 
         Raises RunStopped if it may not.
@@ -240,44 +241,45 @@ class RestartingRun:
         self.shutdown()
         self._failures_in_a_row += 1
         if trainer.checkpoints.last_written is not None:
-            self._last = trainer.checkpoints.last_written
-            self._has_own = True
+            self._resume_step = trainer.checkpoints.last_written
+            self._resumes_own_checkpoint = True
             self._failures_in_a_row = 1
         elif self.num_restarts == 0 and trainer.resume_folder is not None:
-            self._last = RunState.load(trainer.resume_folder).step
+            self._resume_step = RunState.load(trainer.resume_folder).step
         if self.max_restarts == 0:
+            hint = self._resume_hint()
             raise RunStopped(
-                f"{self._by_hand()} With trainer.max_restarts=3 (and Ray, or verl.rl) it does so by itself."
+                f"{hint} With trainer.max_restarts=3 (and Ray, or verl.rl) it does so by itself."
             )
         if self.num_restarts >= self.max_restarts:
             used_up = f"trainer.max_restarts={self.max_restarts} restarts are used up."
-            raise RunStopped(f"{used_up} {self._by_hand()}")
+            raise RunStopped(f"{used_up} {self._resume_hint()}")
         if self._failures_in_a_row == MOST_FAILURES_FROM_ONE_STEP:
             raise RunStopped(
                 f"the run failed {MOST_FAILURES_FROM_ONE_STEP} times in a row without getting from step "
-                f"{self._last} to another checkpoint: it would fail again. The causes are above; a smaller "
-                "trainer.save_freq helps if they only come often."
+                f"{self._resume_step} to another checkpoint: it would fail again. The causes are above; a "
+                "smaller trainer.save_freq helps if they only come often."
             )
         self.num_restarts += 1
         print(
             f"restart {self.num_restarts} of {self.max_restarts} (trainer.max_restarts): the run goes on "
-            f"from step {self._last}",
+            f"from step {self._resume_step}",
             flush=True,
         )
         record = {
             "restart": self.num_restarts,
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "from_step": self._last,
+            "from_step": self._resume_step,
             "reason": str(error),
         }
         with (trainer.checkpoints.run_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
-    def _by_hand(self) -> str:
+    def _resume_hint(self) -> str:
         command = "the same command again"
         mode = self.config.trainer.resume_mode
-        if mode == "none" or (mode == "from_path" and self._has_own):
+        if mode == "none" or (mode == "from_path" and self._resumes_own_checkpoint):
             # Without this the command would leave the steps of this run behind.
             command += " with trainer.resume_mode=auto"
             command += " trainer.resume_from_path=null" if mode == "from_path" else ""
-        return f"Run {command}: the run goes on from step {self._last}."
+        return f"Run {command}: the run goes on from step {self._resume_step}."

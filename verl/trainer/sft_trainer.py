@@ -81,7 +81,7 @@ class FSDPSFTTrainer(CheckpointedRun):
 
     def init_workers(self) -> None:
         """Take the run folder, start the processes and load the model into them."""
-        self._take_folder()
+        self._lock_folder()
         trainer = self.config.trainer
         pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=trainer.device == "cuda")
         worker = ClassWithInitArgs(SFTWorker, self.config, self.tokenizer, self.total_steps)

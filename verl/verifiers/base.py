@@ -129,7 +129,7 @@ class Verifier:
         """End processes and connections."""
 
 
-def parsed(value: Any) -> Any:
+def parse_literal(value: Any) -> Any:
     """Parse a text as JSON or as a Python literal.
 
     A value that is no text is returned as it is. Raises ValueError if a text is neither JSON nor a literal.

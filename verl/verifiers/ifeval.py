@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from verl.verifiers.base import Sample, parsed
+from verl.verifiers.base import Sample, parse_literal
 from verl.verifiers.text import after_thinking
 from verl.verifiers.workers import CheckedVerifier
 
@@ -37,7 +37,7 @@ class IFEvalVerifier(CheckedVerifier):
     """The verifiers `ifeval` and `ifeval_old`, which work in processes of their own (`workers.py`)."""
 
     function = "verl.verifiers.ifeval:ifeval_score"
-    first = ("This is so.", _FIRST)
+    warm_up_arguments = ("This is so.", _FIRST)
 
     def check_label(self, label: Any) -> None:
         for name, arguments in instructions(label):
@@ -68,7 +68,7 @@ def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
     content = label
     with suppress(ValueError):
         for _ in range(2):  # The label may be a list of one dictionary, which may be text once more.
-            content = parsed(content)
+            content = parse_literal(content)
             content = content[0] if isinstance(content, list) and content else content
     if isinstance(content, Mapping) and "func_name" in content:
         content = {"instruction_id": [content["func_name"]], "kwargs": [content]}

@@ -80,8 +80,8 @@ class Judge:
         self.path = None if folder is None else folder / CACHE_FILE
         self.spent = 0.0
         self._lock = threading.Lock()
-        self.known: dict[str, Verdict] = {}
-        self._first = "\n"  # ends a half line that a run left when it was killed
+        self.cached_verdicts: dict[str, Verdict] = {}
+        self._line_prefix = "\n"  # ends a half line that a run left when it was killed
         self._is_read = False  # whether the file of kept verdicts has been read
 
     def ask(self, prompts: Sequence[tuple[str, float]]) -> list[Verdict]:
@@ -99,7 +99,7 @@ class Judge:
                         continue
                     self.spent += entry["cost"]
                     if entry["score"] is not None:
-                        self.known[entry["key"]] = Verdict(entry["score"], entry["answer"])
+                        self.cached_verdicts[entry["key"]] = Verdict(entry["score"], entry["answer"])
             self._is_read = True
 
         async def ask_all() -> dict[tuple[str, float], Any]:
@@ -135,8 +135,8 @@ class Judge:
         nonsense = 0
         text = f"{config.model}\n{config.temperature}\n{prompt}"
         key = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-        if key in self.known:
-            return self.known[key]
+        if key in self.cached_verdicts:
+            return self.cached_verdicts[key]
         url = f"{str(config.base_url).rstrip('/')}/chat/completions"
         body: dict[str, Any] = {"model": config.model, "messages": [{"role": "user", "content": prompt}]}
         body |= {"max_completion_tokens": config.max_tokens, "temperature": config.temperature}
@@ -179,13 +179,13 @@ class Judge:
         with self._lock:
             self.spent += cost
             if score is not None:
-                self.known[key] = Verdict(score, answer)
+                self.cached_verdicts[key] = Verdict(score, answer)
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", encoding="utf-8") as file:
                     entry = {"key": key, "score": score, "answer": answer, "cost": cost}
-                    file.write(f"{self._first}{json.dumps(entry)}\n")
-                    self._first = ""
+                    file.write(f"{self._line_prefix}{json.dumps(entry)}\n")
+                    self._line_prefix = ""
         return Verdict(score, answer, cost)
 
 
@@ -286,13 +286,13 @@ def score_of(answer: str, highest: float) -> float | None:
     return score if 0 <= score <= highest else None
 
 
-def _prompt(kind: str, sample: Sample, more: dict[str, str]) -> tuple[str, float]:
+def _prompt(kind: str, sample: Sample, extra_texts: dict[str, str]) -> tuple[str, float]:
     """Return the question to the judge, and the highest score.
 
     Each text stands between marks that the response can't foresee.
     """
     task, highest = _TASKS[kind]
-    texts = {"conversation": sample.query, **more, "answer": final_answer(sample.text)}
+    texts = {"conversation": sample.query, **extra_texts, "answer": final_answer(sample.text)}
     mark = f"text-{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]}"
     shown = "\n\n".join(f"{name.upper()}\n<{mark}>\n{text}\n</{mark}>" for name, text in texts.items())
     return (

@@ -39,7 +39,7 @@ class MathVerifier(CheckedVerifier):
     """The verifiers `math` and `strict_math`, which work in processes of their own (`workers.py`)."""
 
     function = "verl.verifiers.math:math_score"
-    first = ("0.50", "1/2", False)
+    warm_up_arguments = ("0.50", "1/2", False)
 
     def check_label(self, label: Any) -> None:
         if label is None or not str(label).strip():
@@ -52,7 +52,9 @@ class MathVerifier(CheckedVerifier):
 def math_score(text: str, label: str, is_strict: bool) -> float:
     """Return 1 if a candidate of the response equals the label, and 0 otherwise."""
     answers = candidates(text, is_strict)
-    return float(any(equal(answer, label) for equal in (same_text, same_value) for answer in answers))
+    return float(
+        any(equal(answer, label) for equal in (same_text, same_by_math_verify) for answer in answers)
+    )
 
 
 def candidates(text: str, is_strict: bool) -> list[str]:
@@ -124,7 +126,7 @@ def _math_form(answer: str) -> str | None:
     return re.sub(r"^(0|-?[1-9]\d*)/(0|-?[1-9]\d*)$", r"\\frac{\1}{\2}", answer)
 
 
-def same_value(candidate: str, label: str) -> bool:
+def same_by_math_verify(candidate: str, label: str) -> bool:
     """Return whether math-verify finds that both are equal.
 
     Prose has no value: the last number of a text without an answer would be right by chance.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.verifiers.base import Sample, parsed
+from verl.verifiers.base import Sample, parse_literal
 from verl.verifiers.text import after_thinking
 from verl.verifiers.workers import CheckedVerifier
 
@@ -28,31 +28,31 @@ class ReasoningGymVerifier(CheckedVerifier):
     """
 
     function = "verl.verifiers.reasoning_gym:reasoning_gym_score"
-    first = ("4", _FIRST)
+    warm_up_arguments = ("4", _FIRST)
 
     def check_label(self, label: Any) -> None:
-        content = parsed(label)
+        content = parse_literal(label)
         if not isinstance(content, dict) or not {"task", "entry"} <= content.keys():
             raise ValueError(
                 f"Found reasoning_gym label {label!r:.200}; expected an object of task and entry."
             )
-        if content["task"] not in library("reasoning_gym.factory").DATASETS:
+        if content["task"] not in import_library("reasoning_gym.factory").DATASETS:
             raise ValueError(
                 f"Found no reasoning_gym task {content['task']!r}; expected one of its data sets."
             )
 
     def _call(self, sample: Sample) -> Sequence[Any]:
-        return sample.text, parsed(sample.label)
+        return sample.text, parse_literal(sample.label)
 
 
 def reasoning_gym_score(text: str, label: Any) -> float:
     """Return the score of a response, between 0 and 1."""
     match = _ANSWER.match(text)
     answer = match[1].strip() if match else after_thinking(text)
-    return float(library("reasoning_gym").get_score_answer_fn(label["task"])(answer, label["entry"]))
+    return float(import_library("reasoning_gym").get_score_answer_fn(label["task"])(answer, label["entry"]))
 
 
-def library(module: str) -> Any:
+def import_library(module: str) -> Any:
     """Import a module of the package.
 
     Raises ValueError if the package is not installed.

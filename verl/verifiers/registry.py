@@ -128,7 +128,7 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
-def verifiers_of(row: Mapping[str, Any]) -> list[Assigned]:
+def assigned_of_row(row: Mapping[str, Any]) -> list[Assigned]:
     """Return the verifiers that a row of a file names."""
     specs = (row.get(name) for name in ("reward_model", "reward_spec"))
     return assigned_verifiers(next((spec for spec in specs if spec is not None), None), row)
@@ -153,7 +153,7 @@ def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
 
 
 @dataclass(frozen=True)
-class Result:
+class RowResult:
     """The result of one row.
 
     Attributes:
@@ -189,7 +189,7 @@ class Verifiers:
         for index, row in enumerate(rows):
             try:
                 row_max_turns(row)
-                assigned = verifiers_of(row)
+                assigned = assigned_of_row(row)
                 for entry in assigned:
                     self[entry.name].check_label(entry.label)
             except ValueError as error:
@@ -197,7 +197,7 @@ class Verifiers:
             count += bool(assigned)
         return count
 
-    def verify(self, rows: Sequence[tuple[Sample, Sequence[Assigned]]]) -> list[Result]:
+    def verify(self, rows: Sequence[tuple[Sample, Sequence[Assigned]]]) -> list[RowResult]:
         """Return the result of each row, in order.
 
         Verifiers of different names work at the same time, in threads. A judge that waits holds up no math.
@@ -258,7 +258,7 @@ class Verifiers:
                 full_score = max(entry.weight * verifier.low, entry.weight * verifier.high)
                 named = {"name": verifier.name, "weight": entry.weight, "full_score": full_score}
                 report.append({**vars(verdict), **named, "score": score})
-            results.append(Result(total, report))
+            results.append(RowResult(total, report))
         return results
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class Verifiers:
             self._made.popitem()[1].close()
 
 
-def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = None) -> Result:
+def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = None) -> RowResult:
     """Return the result of a row's verifiers for a response, to try them by hand.
 
     Args:
@@ -282,7 +282,7 @@ def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = 
     try:
         if not verifiers.check_rows([row]):
             raise ValueError(f"Found the columns {sorted(row)}; expected a row that names verifiers.")
-        return verifiers.verify([(Sample(text, None), verifiers_of(row))])[0]
+        return verifiers.verify([(Sample(text, None), assigned_of_row(row))])[0]
     finally:
         verifiers.close()
 
@@ -291,7 +291,7 @@ def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> 
     """Return figures of all verdicts of a step, also of rows that left the batch.
 
     Args:
-        verdicts: `Result.verdicts` of each row, or None for a row without verifiers.
+        verdicts: `RowResult.verdicts` of each row, or None for a row without verifiers.
 
     Returns:
         A dictionary of figures. objective/{name}_reward is the mean over rows of weight * score, and

@@ -51,7 +51,7 @@ class CheckFailed(Exception):
     place = ""
 
 
-class TooMuch(CheckFailed):
+class LimitExceeded(CheckFailed):
     """The error that the arguments are too much for the function.
 
     They took too much time or memory, or crashed C code.
@@ -75,7 +75,7 @@ class KillableProcess:
         self._replies = self._socket.makefile("rb")
         self._socket.settimeout(_START_SECONDS)
         with process_end:
-            program = workers.fork(process_end)
+            program = workers.request_process(process_end)
         try:
             self.pid: int = pickle.load(self._replies)
         except (OSError, EOFError):
@@ -92,7 +92,7 @@ class KillableProcess:
         Raises:
             CheckFailed: If the function raised.
             CouldNotVerify: If the function raised CouldNotVerify.
-            TooMuch: If the process has ended with last words.
+            LimitExceeded: If the process has ended with last words.
             ProcessEnded: If the process was killed, or took longer than `seconds`.
         """
         request = pickle.dumps(arguments)
@@ -108,8 +108,8 @@ class KillableProcess:
             last_words = self._replies.readline()
         self.kill()
         if last_words.startswith(b"Stack"):  # its clock ran out
-            raise TooMuch(f"more than {self._cpu_seconds:g} seconds")
-        raise TooMuch(last_words.decode()) if last_words else ProcessEnded
+            raise LimitExceeded(f"more than {self._cpu_seconds:g} seconds")
+        raise LimitExceeded(last_words.decode()) if last_words else ProcessEnded
 
     def kill(self) -> None:
         """End the process and all that it has started.
@@ -132,16 +132,17 @@ class KillableWorkers:
             whatever C code it is. Waiting costs nothing, so that a busy machine makes no false zero.
             Processes with such a clock have a limit of memory, too, and their output is discarded. With 0
             there is neither a clock nor a limit.
-        first: The arguments of a call before the first fork, which makes the function's late imports happen.
+        warm_up_arguments: The arguments of a call before the first fork, which makes the function's late
+            imports happen.
     """
 
-    def __init__(self, function: str, cpu_seconds: float, first: Sequence[Any]) -> None:
+    def __init__(self, function: str, cpu_seconds: float, warm_up_arguments: Sequence[Any]) -> None:
         self.function = function
         self.cpu_seconds = cpu_seconds
-        self.first = first
+        self.warm_up_arguments = warm_up_arguments
         self._idle: list[KillableProcess] = []
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(_MOST_PROCESSES)
+        self._slots = threading.BoundedSemaphore(_MOST_PROCESSES)
         self._program: subprocess.Popen[bytes] | None = None
 
     def take(self) -> KillableProcess:
@@ -161,7 +162,7 @@ class KillableWorkers:
         elif process.is_alive:
             process.kill()
 
-    def fork(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+    def request_process(self, connection: socket.socket) -> subprocess.Popen[bytes]:
         """Ask the nursery for a process that serves a connection, and return the nursery.
 
         The nursery is started if it does not run. The new process sends its pid over the connection.
@@ -169,7 +170,7 @@ class KillableWorkers:
         with self._lock:
             if self._program is None or self._program.poll() is not None:
                 self._control, nursery_end = socket.socketpair()
-                arguments = (nursery_end.fileno(), self.function, self.cpu_seconds, [*self.first])
+                arguments = (nursery_end.fileno(), self.function, self.cpu_seconds, [*self.warm_up_arguments])
                 # Processes of environments keep the user's setting.
                 is_set = not self.cpu_seconds and "OMP_NUM_THREADS" in os.environ
                 threads = {} if is_set else _ONE_THREAD
@@ -198,7 +199,7 @@ class KillableWorkers:
             ProcessEnded: If someone else has ended two processes, or if the machine is too busy.
         """
         seconds = max(60.0, 20 * self.cpu_seconds)  # a machine that is this busy can't verify
-        with self._places:
+        with self._slots:
             for is_again in (False, True):
                 try:
                     process = KillableProcess(self) if is_again else self.take()
@@ -222,9 +223,9 @@ class KillableWorkers:
 
 
 @cache
-def shared_workers(function: str, cpu_seconds: float, first: tuple[Any, ...]) -> KillableWorkers:
+def shared_workers(function: str, cpu_seconds: float, warm_up_arguments: tuple[Any, ...]) -> KillableWorkers:
     """Return the workers of this process that all callers with the same arguments share."""
-    return KillableWorkers(function, cpu_seconds, first)
+    return KillableWorkers(function, cpu_seconds, warm_up_arguments)
 
 
 # A fork must not use its parent's processes.
@@ -236,16 +237,16 @@ class CheckedVerifier(Verifier):
 
     Attributes:
         function: The function that scores, as module:function.
-        first: The arguments of a first call, as in `KillableWorkers`.
+        warm_up_arguments: The arguments of a first call, as in `KillableWorkers`.
         _call: Takes a sample and returns the arguments of `function`.
     """
 
     function: ClassVar[str]
-    first: ClassVar[Sequence[Any]]
+    warm_up_arguments: ClassVar[Sequence[Any]]
     _call: Callable[[Sample], Sequence[Any]]
 
     def open(self, settings: VerifierSettings) -> None:
-        self.workers = KillableWorkers(self.function, settings.config.cpu_seconds, self.first)
+        self.workers = KillableWorkers(self.function, settings.config.cpu_seconds, self.warm_up_arguments)
 
     def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Return the verdict on each response, in order.
@@ -258,7 +259,7 @@ class CheckedVerifier(Verifier):
             try:
                 return Verdict(float(self.workers.ask(*self._call(sample))))
             except CheckFailed as error:
-                return Verdict(0.0, str(error), timed_out=isinstance(error, TooMuch))
+                return Verdict(0.0, str(error), timed_out=isinstance(error, LimitExceeded))
             except ProcessEnded as error:
                 return Verdict(None, str(error))
 
@@ -269,18 +270,18 @@ class CheckedVerifier(Verifier):
         self.workers.close()
 
 
-def serve(control_fd: int, name: str, cpu_seconds: float, first: Sequence[Any]) -> None:
+def serve(control_fd: int, name: str, cpu_seconds: float, warm_up_arguments: Sequence[Any]) -> None:
     """Run the nursery: fork a process for each connection that arrives, until the control socket closes.
 
     Args:
         control_fd: The control socket, on which the connections arrive.
         name: The function to call, as module:function.
         cpu_seconds: The processor time that one call may take. 0 for no limit.
-        first: The arguments of a first call.
+        warm_up_arguments: The arguments of a first call.
     """
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
-    function(*first)
+    function(*warm_up_arguments)
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -309,7 +310,7 @@ def serve(control_fd: int, name: str, cpu_seconds: float, first: Sequence[Any]) 
         except CouldNotVerify as error:
             reply = pickle.dumps((CouldNotVerify(str(error)), None))
         except MemoryError:
-            reply = pickle.dumps((TooMuch("memory"), None))
+            reply = pickle.dumps((LimitExceeded("memory"), None))
         except (Exception, SystemExit) as error:  # libraries and environments raise anything
             failed = CheckFailed(f"{type(error).__name__}: {error}"[:500])
             failed.place = place_of(error)

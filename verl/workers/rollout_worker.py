@@ -32,7 +32,7 @@ from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
 from verl.config.policy import ActorRolloutRef
 from verl.config.schema import AsyncTraining
-from verl.environments.calls import settle
+from verl.environments.calls import complete_future
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.workers.fsdp_workers import device_kind
@@ -244,7 +244,7 @@ class RolloutWorker(Worker):
 
     def _take_order(self, run: Job) -> None:
         self._orders.put(run)
-        settle(self._bell)
+        complete_future(self._bell)
 
     def _result(self, future: Future[Any]) -> Any:
         """Wait for a future that the loop sets, and return its result.

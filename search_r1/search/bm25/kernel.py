@@ -109,18 +109,18 @@ def _keep(score, row, count, rows, scores):
 
 
 @jit
-def _sink(score, row, place, size, rows, scores):
-    """Return where in the heap an entry that starts at `place` belongs, and move up those on its way."""
-    while 2 * place + 1 < size:
-        child = 2 * place + 1
+def _sink(score, row, slot, size, rows, scores):
+    """Return where in the heap an entry that starts at `slot` belongs, and move up those on its way."""
+    while 2 * slot + 1 < size:
+        child = 2 * slot + 1
         if child + 1 < size and _worse(scores[child + 1], rows[child + 1], scores[child], rows[child]):
             child += 1
         if not _worse(scores[child], rows[child], score, row):
             break
-        scores[place] = scores[child]
-        rows[place] = rows[child]
-        place = child
-    return place
+        scores[slot] = scores[child]
+        rows[slot] = rows[child]
+        slot = child
+    return slot
 
 
 @jit

@@ -156,33 +156,33 @@ def _read_pooling(config: dict[str, Any]) -> str:
 def decide_settings(
     name: str,
     model: str,
-    own: EncoderHints,
+    model_hints: EncoderHints,
     pooling: str | None,
     max_query_length: int | None,
     max_passage_length: int | None,
 ) -> tuple[EncoderSettings, list[str]]:
     """Return the settings of a model, and lines for people about what had to be guessed.
 
-    The user's `pooling` wins over the family, the family over the model's files (`own`), and these over the
-    defaults. The defaults are mean, no prefixes, and normalised, since inner products of unknown lengths mean
-    little.
+    The user's `pooling` wins over the family, the family over the model's files (`model_hints`), and these
+    over the defaults. The defaults are mean, no prefixes, and normalised, since inner products of unknown
+    lengths mean little.
     """
     family = find_family(name, model) or EncoderHints()
 
-    def known(field: str) -> Any:
+    def first_known(field: str) -> Any:
         value = getattr(family, field)
-        return getattr(own, field) if value is None else value
+        return getattr(model_hints, field) if value is None else value
 
     notes = []
-    pooling = pooling or known("pooling")
-    normalize = known("normalize")
+    pooling = pooling or first_known("pooling")
+    normalize = first_known("normalize")
     if pooling is None:
         notes.append(f"{model}: nothing says how it pools, so mean is taken; --pooling_method changes it")
     if normalize is None:
         notes.append(f"{model}: nothing says whether its vectors are normalised, so they are")
     lengths = (max_query_length or MAX_LENGTH, max_passage_length or MAX_LENGTH)
-    prefixes = (known("query_prefix") or "", known("passage_prefix") or "")
-    bounded = (min(length, own.max_length or length) for length in lengths)
+    prefixes = (first_known("query_prefix") or "", first_known("passage_prefix") or "")
+    bounded = (min(length, model_hints.max_length or length) for length in lengths)
     settings = EncoderSettings(name, model, pooling or "mean", normalize is not False, *prefixes, *bounded)
     return settings, notes
 

@@ -69,7 +69,10 @@ class FaissIndex:
         elif nprobe is not None:
             raise ValueError(f"--faiss_nprobe is for IVF indexes, this is {type(index).__name__}")
         # What `describe` says of the index.
-        self.about = {"index_type": type(index).__name__, "nprobe": None if ivf is None else int(ivf.nprobe)}
+        self.details = {
+            "index_type": type(index).__name__,
+            "nprobe": None if ivf is None else int(ivf.nprobe),
+        }
         self._vectors: np.ndarray | None = None  # [N, D] float32 of a Flat index, where they lie
         # FAISS compares this threshold with queries x dimensions. Its default sends batches of up to 333
         # queries of 384 dimensions to the slow path.

@@ -83,7 +83,7 @@ class DenseRetriever:
         self._index: VectorScan | FaissIndex
         if self.name == "faiss":
             self._index = FaissIndex(index, path, faiss_gpu, faiss_nprobe, num_threads, report)
-            details = self._index.about
+            details = self._index.details
         else:
             device_name = f"{torch.cuda.device_count()} GPUs" if on_gpu else "CPU"
             details = {"vectors": str(vectors.dtype), "search": device_name}

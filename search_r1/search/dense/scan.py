@@ -126,18 +126,20 @@ class VectorScan:
                     scores[number], rows[number] = self._best(query, self._rows_above(query, limit), k)
         return scores, rows
 
-    def _scan(self, queries: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray]:
+    def _scan(self, queries: np.ndarray, num_candidates: int) -> tuple[np.ndarray, np.ndarray]:
         """Return products float32 and rows [Q, kept], best first, from one pass over all vectors."""
         best_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         queries_on = {part.device: torch.from_numpy(queries).to(part.device) for part in self._parts}
         for first, chunk in self._chunks:  # on GPUs the loop only puts work on their queues
             products = queries_on[chunk.device] @ self._as_float32(chunk).T
-            top = products.topk(min(kept, len(chunk)), dim=1)
+            top = products.topk(min(num_candidates, len(chunk)), dim=1)
             pairs = [(top.values, top.indices + first)]
             if chunk.device in best_on:
                 pairs.insert(0, best_on[chunk.device])
-            best_on[chunk.device] = _merge(pairs, kept)
-        best, rows = _merge([(products.cpu(), rows.cpu()) for products, rows in best_on.values()], kept)
+            best_on[chunk.device] = _merge(pairs, num_candidates)
+        best, rows = _merge(
+            [(products.cpu(), rows.cpu()) for products, rows in best_on.values()], num_candidates
+        )
         return best.numpy(), rows.numpy()
 
     def _as_float32(self, chunk: torch.Tensor) -> torch.Tensor:
@@ -175,8 +177,10 @@ class VectorScan:
         return scores[order], rows[order]
 
 
-def _merge(pairs: list[tuple[torch.Tensor, torch.Tensor]], kept: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `kept` best of several (products, rows) [Q, ..], best first."""
+def _merge(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `num_candidates` best of several (products, rows) [Q, ..], best first."""
     products, rows = (torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True))
-    top = products.topk(min(kept, products.shape[1]), dim=1)
+    top = products.topk(min(num_candidates, products.shape[1]), dim=1)
     return top.values, rows.gather(1, top.indices)

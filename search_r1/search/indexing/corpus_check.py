@@ -45,9 +45,9 @@ class CorpusReport:
         num_bytes: The size of the file.
         mtime_ns: The time of the file before it was read.
         sha256: The hash of the whole file.
-        broken: Lines that can't be read: "line 7: not valid JSON (...)".
-        duplicates: Rows whose id an earlier row has: "line 9: the id '7' is at line 3 already".
-        empty: Rows whose contents have no text.
+        broken_lines: Lines that can't be read: "line 7: not valid JSON (...)".
+        duplicate_ids: Rows whose id an earlier row has: "line 9: the id '7' is at line 3 already".
+        empty_documents: Rows whose contents have no text.
     """
 
     path: Path
@@ -55,9 +55,9 @@ class CorpusReport:
     num_bytes: int
     mtime_ns: int
     sha256: str = ""
-    broken: Faults = field(default_factory=Faults)
-    duplicates: Faults = field(default_factory=Faults)
-    empty: Faults = field(default_factory=Faults)
+    broken_lines: Faults = field(default_factory=Faults)
+    duplicate_ids: Faults = field(default_factory=Faults)
+    empty_documents: Faults = field(default_factory=Faults)
 
     def is_outdated(self) -> bool:
         """Return whether the file has another size or time by now."""
@@ -79,9 +79,9 @@ def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusRe
                 fields = parse_line(line)
                 identifier = fields.get("id")
                 if not fields["contents"].strip():
-                    report.empty.add(corpus, row, "the contents are empty")
+                    report.empty_documents.add(corpus, row, "the contents are empty")
             except ValueError as error:
-                report.broken.add(corpus, row, error)
+                report.broken_lines.add(corpus, row, error)
             ids += NO_ID if identifier is None else blake2b(str(identifier).encode(), digest_size=8).digest()
             if progress is not None and row % 1000 == 999:
                 progress("checking the corpus", row + 1, len(corpus))
@@ -90,12 +90,12 @@ def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusRe
         order = np.argsort(hashes, kind="stable")
         ordered = hashes[order]
         repeats = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)) + 1
-        report.duplicates.count = len(repeats)
+        report.duplicate_ids.count = len(repeats)
         for position in repeats[np.argsort(order[repeats])][:MAX_NAMED]:
             row = int(order[position])
             first = int(order[np.searchsorted(ordered, ordered[position])])
             identifier = parse_line(next(corpus.lines(row))[1])["id"]
-            report.duplicates.named.append(
+            report.duplicate_ids.named.append(
                 f"line {corpus.line_number(row)}: the id {str(identifier)!r} is at line "
                 f"{corpus.line_number(first)} already"
             )

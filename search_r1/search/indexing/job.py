@@ -58,7 +58,7 @@ class IndexJob:
 def run_job(
     job: IndexJob,
     corpus: Corpus,
-    checked: CorpusReport,
+    corpus_report: CorpusReport,
     overwrite: bool,
     command: list[str],
     progress: Progress,
@@ -69,7 +69,7 @@ def run_job(
     Args:
         job: The index.
         corpus: Its corpus.
-        checked: The report of `check_corpus` on the corpus.
+        corpus_report: The report of `check_corpus` on the corpus.
         overwrite: Replace a finished index, or a begun one, of another corpus or other flags.
         command: Is kept in the manifest, to be shown when the index meets another corpus.
         progress: Is told how far the build is.
@@ -83,7 +83,7 @@ def run_job(
             corpus changes meanwhile.
     """
     started = time.monotonic()
-    hashes = corpus.fingerprint() | {"sha256": checked.sha256}
+    hashes = corpus.fingerprint() | {"sha256": corpus_report.sha256}
     identity = {"backend": job.backend, "corpus": hashes, "request": job.request}
     note = job.work / "request.json"
     folder = job.work / "index"
@@ -117,8 +117,8 @@ def run_job(
             check_room(job.work, job.needed_bytes)
             folder.mkdir()
         parameters = job.build(corpus, folder, progress)
-        if checked.is_outdated():
-            raise ValueError(f"{checked.path} was changed while the index was built: build it again")
+        if corpus_report.is_outdated():
+            raise ValueError(f"{corpus_report.path} was changed while the index was built: build it again")
         built = {
             "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - started, 1),
@@ -132,7 +132,9 @@ def run_job(
         for path in filter(Path.is_file, folder.rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        write_manifest(inner, Manifest(job.backend, hashes | {"name": checked.path.name}, parameters, built))
+        write_manifest(
+            inner, Manifest(job.backend, hashes | {"name": corpus_report.path.name}, parameters, built)
+        )
         # Now come the renames. Each may be the last thing before a kill. An old index is out of the way
         # before the new one takes its name, and is removed afterwards.
         if job.target.exists():
@@ -164,8 +166,8 @@ def _locked(work: Path) -> Iterator[None]:
                 shutil.rmtree(work, ignore_errors=True)
 
 
-def _identity_of(target: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """Return what a finished index is, with the fields that `like` has.
+def _identity_of(target: Path, template: dict[str, Any]) -> dict[str, Any]:
+    """Return what a finished index is, with the fields that `template` has.
 
     Raises ValueError for an index that isn't ours.
     """
@@ -173,7 +175,7 @@ def _identity_of(target: Path, like: dict[str, Any]) -> dict[str, Any]:
     if manifest is None:
         remedy = "remove it, or give another --save_dir"
         raise ValueError(f"{target} exists and was not built by this program: {remedy}")
-    corpus = {name: manifest.corpus.get(name) for name in like["corpus"]}
+    corpus = {name: manifest.corpus.get(name) for name in template["corpus"]}
     return {"backend": manifest.backend, "corpus": corpus, "request": manifest.built.get("request")}
 
 

@@ -1,6 +1,6 @@
 """Micro-batching: the queries of all open requests go to the backend together, each distinct one once.
 
-    submit(queries, topk) -> Ticket, its future ends when every query has its Hits
+    submit(queries, topk) -> Ticket, its future ends when every query has its QueryAnswer
         cache hit: at once
         equal query waiting or searched right now: joins it
         else: waits in the lane of its topk --(worker thread: next batch)--> batch_search -> cache, tickets
@@ -69,14 +69,14 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Hits:
+class QueryAnswer:
     """The answer to one query, ready to be written: its documents' JSON, best first, and their scores."""
 
     documents: tuple[bytes, ...]
     scores: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, documents: Sequence[Document], scores: Sequence[float]) -> Hits:
+    def of(cls, documents: Sequence[Document], scores: Sequence[float]) -> QueryAnswer:
         """Return the hits in what a backend returns.
 
         A score that JSON has no number for (nan, inf) becomes null. Raises ValueError unless there is one
@@ -96,7 +96,7 @@ class Hits:
 
 
 class ResultCache:
-    """A cache (query, topk) -> Hits, bounded by entries and by bytes.
+    """A cache (query, topk) -> QueryAnswer, bounded by entries and by bytes.
 
     The least recently used entry is dropped first.
 
@@ -107,19 +107,19 @@ class ResultCache:
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
         self.num_bytes = 0
-        self._entries: OrderedDict[tuple[str, int], Hits] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, int], QueryAnswer] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, query: str, topk: int) -> Hits | None:
+    def get(self, query: str, topk: int) -> QueryAnswer | None:
         hits = self._entries.get((query, topk))
         if hits is not None:
             self._entries.move_to_end((query, topk))
         return hits
 
-    def put(self, query: str, topk: int, hits: Hits) -> None:
-        def num_bytes(query: str, hits: Hits) -> int:
+    def put(self, query: str, topk: int, hits: QueryAnswer) -> None:
+        def num_bytes(query: str, hits: QueryAnswer) -> int:
             """Return about how many bytes an entry takes.
 
             The objects of a document take 80, and all others 600.
@@ -137,11 +137,11 @@ class ResultCache:
 
 @dataclass(eq=False, slots=True)
 class _Query:
-    """A distinct query that waits or is searched. `owner` is the ticket in whose turn it goes."""
+    """A distinct query that waits or is searched. `owner_ticket` is the ticket in whose turn it goes."""
 
     text: str
     topk: int
-    owner: Ticket
+    owner_ticket: Ticket
     waiters: dict[Ticket, list[int]] = field(default_factory=dict)  # ticket -> positions of the query in it
 
 
@@ -151,7 +151,7 @@ class Ticket:
 
     topk: int
     arrived: float  # time.monotonic()
-    hits: list[Hits | None]
+    hits: list[QueryAnswer | None]
     future: asyncio.Future[None]
     when_slow: Callable[[Ticket], None] | None = None
     num_queries: int = 0  # those that were not in the cache
@@ -189,7 +189,7 @@ class Batcher:
         arrived: float,
         when_slow: Callable[[Ticket], None] | None = None,
     ) -> Ticket:
-        """Ask for the Hits of `queries`, in order.
+        """Ask for the answers to `queries`, in order.
 
         Args:
             queries: The queries of one request.
@@ -257,7 +257,7 @@ class Batcher:
         with self._changed:
             for query in ticket.queries:
                 del query.waiters[ticket]
-                owner = query.owner
+                owner = query.owner_ticket
                 if query.waiters or query not in owner.waiting:
                     continue
                 del self._open[query.text, query.topk], owner.waiting[query]
@@ -288,7 +288,7 @@ class Batcher:
         ticket.queries.clear()  # they refer to the ticket: a cycle would keep the documents
 
     def _deliver(
-        self, queries: list[_Query], outcomes: list[Hits | Refusal], started: float, seconds: float
+        self, queries: list[_Query], outcomes: list[QueryAnswer | Refusal], started: float, seconds: float
     ) -> None:
         """Give the outcome of each query to those who wait for it."""
         for query, outcome in zip(queries, outcomes, strict=True):
@@ -309,8 +309,8 @@ class Batcher:
         self._metrics.searched.inc(len(queries))
         self._metrics.batch_size.observe(len(queries))
         self._metrics.batch_seconds.observe(seconds)
-        self._metrics.queue_seconds.observe(started - queries[0].owner.arrived)
-        self._show()
+        self._metrics.queue_seconds.observe(started - queries[0].owner_ticket.arrived)
+        self._update_gauges()
 
     def _schedule_sweep(self) -> None:
         assert self._loop is not None
@@ -330,11 +330,11 @@ class Batcher:
                 when_slow = ticket.when_slow
                 ticket.when_slow = None
                 when_slow(ticket)
-        self._show()
+        self._update_gauges()
         if self._tickets:
             self._schedule_sweep()
 
-    def _show(self) -> None:
+    def _update_gauges(self) -> None:
         self._metrics.queue_queries.set(self.num_queries)
         self._metrics.open_requests.set(len(self._tickets))
         self._metrics.cache_entries.set(len(self.cache))
@@ -371,9 +371,9 @@ class Batcher:
                 if self._closed:
                     return []
                 if self._lanes:  # there is none if what was there has been dropped
-                    return self._take()
+                    return self._take_batch()
 
-    def _take(self) -> list[_Query]:
+    def _take_batch(self) -> list[_Query]:
         """Take the next queries, all of one topk. The caller holds the lock."""
         batch: list[_Query] = []
         topk, lane = self._lanes.popitem(last=False)
@@ -390,14 +390,14 @@ class Batcher:
         self._num_waiting -= len(batch)
         return batch
 
-    def _search(self, texts: list[str], topk: int) -> list[Hits | Refusal]:
+    def _search(self, texts: list[str], topk: int) -> list[QueryAnswer | Refusal]:
         """Return the outcome of each query.
 
         A batch that fails is searched again in halves, so that a query that the backend chokes on fails
         alone.
         """
         failed = Refusal(500, "the search failed; the server's log says why")
-        outcomes: list[Hits | Refusal] = [failed] * len(texts)
+        outcomes: list[QueryAnswer | Refusal] = [failed] * len(texts)
         ranges = [(0, len(texts))]
         num_failed = 0
         while ranges:
@@ -406,7 +406,7 @@ class Batcher:
                 documents, scores = self._retriever.batch_search(texts[start:stop], topk)
                 if not len(documents) == len(scores) == stop - start:
                     raise ValueError(f"the backend gave {len(documents)} answers to {stop - start} queries")
-                outcomes[start:stop] = [Hits.of(*row) for row in zip(documents, scores, strict=True)]
+                outcomes[start:stop] = [QueryAnswer.of(*row) for row in zip(documents, scores, strict=True)]
             except RetrievalUnavailable as error:
                 unavailable = Refusal(503, f"the search engine is not available: {error}", RETRY_SECONDS)
                 outcomes[start:stop] = [unavailable] * (stop - start)

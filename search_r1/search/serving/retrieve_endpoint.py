@@ -1,6 +1,6 @@
 """POST /retrieve as a bare ASGI callable: no framework stands between the socket and the queue.
 
-    api key -> body, in time and in bounds -> parse_request -> Batcher.submit -> Hits -> the reply's JSON
+    api key -> body, timely and bounded -> parse_request -> Batcher.submit -> QueryAnswer -> the reply's JSON
 
 Fields, their defaults and unknown fields are as in Search-R1's server. The documents' JSON goes into the
 reply as it is in the corpus. Every refusal is {"detail": reason}.

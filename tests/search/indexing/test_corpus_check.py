@@ -32,7 +32,7 @@ def test_a_good_corpus_has_no_problems_and_its_hash(write):
     report = check_corpus(path)
     assert (report.num_documents, report.num_bytes) == (52, path.stat().st_size)
     assert report.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == Corpus.open(path).sha256()
-    assert report.broken == report.duplicates == report.empty == Faults()
+    assert report.broken_lines == report.duplicate_ids == report.empty_documents == Faults()
 
 
 def broken_corpus() -> str:
@@ -51,16 +51,16 @@ def broken_corpus() -> str:
 def test_faults_are_named_by_their_line_and_counted(write, monkeypatch, chunk):
     monkeypatch.setattr(corpus_module, "READ_BYTES", chunk)
     report = check_corpus(write(broken_corpus()))
-    assert [text.split(":")[0] for text in report.broken.named] == ["line 7", "line 1401"]
-    assert "not valid JSON" in report.broken.named[0]
-    assert "'contents', found 'id', 'text'" in report.broken.named[1]
-    assert report.duplicates.named == [
+    assert [text.split(":")[0] for text in report.broken_lines.named] == ["line 7", "line 1401"]
+    assert "not valid JSON" in report.broken_lines.named[0]
+    assert "'contents', found 'id', 'text'" in report.broken_lines.named[1]
+    assert report.duplicate_ids.named == [
         "line 1001: the id '7' is at line 15 already",
         "line 1003: the id '7' is at line 15 already",
         "line 1999: the id '998' is at line 1997 already",
     ]
-    assert report.empty.named == ["line 1403: the contents are empty"]
-    assert (report.broken.count, report.duplicates.count, report.empty.count) == (2, 3, 1)
+    assert report.empty_documents.named == ["line 1403: the contents are empty"]
+    assert (report.broken_lines.count, report.duplicate_ids.count, report.empty_documents.count) == (2, 3, 1)
 
 
 def test_a_corpus_that_changes_during_the_check_is_refused(write):

@@ -12,7 +12,14 @@ from server_parts import EchoRetriever, echo
 
 from search_r1.search.retriever import Document
 from search_r1.search.serving import batching
-from search_r1.search.serving.batching import Batcher, BatchSettings, Hits, Refusal, ResultCache, Ticket
+from search_r1.search.serving.batching import (
+    Batcher,
+    BatchSettings,
+    QueryAnswer,
+    Refusal,
+    ResultCache,
+    Ticket,
+)
 from search_r1.search.serving.metrics import Metrics
 
 Scenario = Callable[[Batcher, EchoRetriever], Coroutine[Any, Any, None]]
@@ -210,8 +217,8 @@ def test_a_backend_that_gives_too_few_answers_is_an_error_and_nobody_gets_anothe
     assert "0 answers to 1 queries" in caplog.text
 
 
-def hits(size: int) -> Hits:
-    return Hits.of([Document(b"x" * size)], [1.5])
+def hits(size: int) -> QueryAnswer:
+    return QueryAnswer.of([Document(b"x" * size)], [1.5])
 
 
 def test_the_cache_drops_the_least_recently_used_entry():
@@ -225,9 +232,9 @@ def test_the_cache_drops_the_least_recently_used_entry():
 
 
 def test_scores_that_are_no_numbers_in_json_become_null():
-    written = Hits.of([Document(b"{}")] * 3, [float("nan"), float("inf"), 0.1])
+    written = QueryAnswer.of([Document(b"{}")] * 3, [float("nan"), float("inf"), 0.1])
     assert written.write(True) == (
         b'[{"document":{},"score":null},{"document":{},"score":null},{"document":{},"score":0.1}]'
     )
     assert written.write(False) == b"[{},{},{}]"
-    assert Hits.of([], []).write(True) == b"[]"
+    assert QueryAnswer.of([], []).write(True) == b"[]"

@@ -55,10 +55,10 @@ TABLE = [
 def test_a_configuration_makes_these_passes_and_no_other(estimator, settings, expected):
     passes = Passes(config_with(f"algorithm.adv_estimator={estimator}", *settings))
     made = {
-        CRITIC: passes.values,
+        CRITIC: passes.needs_values,
         REFERENCE: passes.reference_log_probs(updates_actor=True),
         GREEDY: passes.greedy_rollouts,
-        TEACHER: passes.teacher,
+        TEACHER: passes.needs_teacher,
         ONE: passes.old_log_probs(updates_actor=True, num_updates=1),
         SEVERAL: passes.old_log_probs(updates_actor=True, num_updates=2),
     }
@@ -73,4 +73,4 @@ def test_while_the_critic_warms_up_only_what_the_reward_takes_is_computed():
 
 def test_a_run_that_only_validates_has_neither_critic_nor_reference():
     passes = Passes(config_with("algorithm.adv_estimator=gae", "trainer.val_only=true"))
-    assert not passes.values and not passes.reference
+    assert not passes.needs_values and not passes.needs_reference

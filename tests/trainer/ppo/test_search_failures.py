@@ -78,7 +78,7 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
 
 
 def collect(trainer):
-    with trainer._ending_well():
+    with trainer._finishing_run():
         step = trainer.state.step + 1
         for count in trainer.collector.rounds(step):
             trajectories = trainer._trajectories(count, step, is_last=False)

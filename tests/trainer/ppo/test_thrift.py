@@ -20,7 +20,7 @@ from verl.trainer.ppo.scoring import (
     searching_rows,
     solved_rows,
     solved_share,
-    thrift_of,
+    thrift_per_token,
 )
 from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
 from verl.verifiers.registry import Assigned, Verifiers
@@ -78,13 +78,13 @@ def test_in_a_group_without_a_right_answer_nobody_is_pulled_towards_fewer_search
 def test_right_is_a_solved_row_and_not_the_one_with_the_best_score():
     """The wrong answer with one search has the best score, for its form; one right answer lacks the form."""
     batch = searches_batch("aaa", [1, 2, 4], [0, 1, 1], [1.2, 0.8, 1.0])
-    thrift = thrift_of(batch, 1.0)[:, 0]
+    thrift = thrift_per_token(batch, 1.0)[:, 0]
     assert thrift.tolist() == pytest.approx([0, 0.5**0.5, 0], abs=1e-5)
 
 
 def test_thrift_compares_rows_of_one_question_and_no_others():
     batch = searches_batch("abab", [1, 5, 2, 5], [1, 1, 1, 1])
-    assert thrift_of(batch, 1.0)[:, 0].tolist() == pytest.approx([0.5**0.5, 0, 0, 0], abs=1e-5)
+    assert thrift_per_token(batch, 1.0)[:, 0].tolist() == pytest.approx([0.5**0.5, 0, 0, 0], abs=1e-5)
 
 
 def test_thrift_counts_searches_and_not_turns():
@@ -93,12 +93,12 @@ def test_thrift_counts_searches_and_not_turns():
     batch = searches_batch(
         "aaaa", [1, 2, 2, 2], [1] * 4, more={0: {"turns": turns, "num_actions": 5, "num_valid_actions": 5}}
     )
-    assert thrift_of(batch, 1.0)[:, 0].tolist() == pytest.approx([1.5, 0, 0, 0], abs=1e-5)
+    assert thrift_per_token(batch, 1.0)[:, 0].tolist() == pytest.approx([1.5, 0, 0, 0], abs=1e-5)
 
 
 def test_a_row_without_a_sampled_token_is_neither_compared_nor_right():
     batch = searches_batch("aaaa", [1, 2, 2, 0], [1] * 4, lengths=[2, 2, 2, 0])
-    assert thrift_of(batch, 1.0)[:, 0].tolist() == pytest.approx([2 / 3**0.5, 0, 0, 0], abs=1e-5)
+    assert thrift_per_token(batch, 1.0)[:, 0].tolist() == pytest.approx([2 / 3**0.5, 0, 0, 0], abs=1e-5)
     assert solved_share(batch) == 1.0 and solved_rows(batch).tolist() == [True, True, True, False]
 
 
@@ -184,4 +184,4 @@ def test_with_exact_match_as_the_score_thrift_is_to_the_bit_what_the_mean_score_
     mean_score = Groups(torch.zeros_like(groups.ids), groups.is_counted).mean(scores).clamp(0.0, 1.0)
     wanted = torch.where(right.is_counted, fewer * mean_score.square(), 0.0).float()
     wanted = wanted[:, None] * batch.tensors["response_mask"]
-    assert torch.equal(thrift_of(batch, solved_share(batch)), wanted)
+    assert torch.equal(thrift_per_token(batch, solved_share(batch)), wanted)

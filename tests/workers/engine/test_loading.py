@@ -10,7 +10,7 @@ from tiny_training import CPU, make_config
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
 from verl.config import get_value, write_yaml
-from verl.trainer.placement import place
+from verl.trainer.placement import decide_machine_settings
 from verl.trainer.ppo.run_state import CheckpointStore, RunState
 from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import Precision, load_policy, load_value_model
@@ -83,7 +83,7 @@ def test_fastest_becomes_one_type_for_all_roles_and_is_said_once(
     monkeypatch.setattr("verl.trainer.placement.bf16_speedup", lambda *sizes: asked.append(sizes) or speedup)
     key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fastest"
     config = make_config(model_path, "trainer.device=cpu", key)
-    place(config)
+    decide_machine_settings(config)
     for block in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic.model):
         assert block.fsdp_config.mixed_precision.param_dtype == dtype
     assert asked == [(16, 24)]
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_keeps_the_type_that_fastest_became(model_path, monke
     def placed(speedup: float, *more: str):
         monkeypatch.setattr("verl.trainer.placement.bf16_speedup", lambda *sizes: speedup)
         config = make_config(model_path, "trainer.device=cpu", *settings, *more)
-        place(config)
+        decide_machine_settings(config)
         return config, get_value(config, f"actor_rollout_ref.ref.fsdp_config.{key}")
 
     config, dtype = placed(2.0)

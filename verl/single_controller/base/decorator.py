@@ -294,12 +294,12 @@ def _collect_dp_proto(outputs: list[Any], leaders: list[int], num_rows: int, num
     return unpad_dataproto(joined, num_padding)
 
 
-def _each_its_own(group: Any) -> list[DataPosition]:
+def _one_replica_per_rank(group: Any) -> list[DataPosition]:
     """Return the positions of processes that each hold a replica (or a shard, but rows of their own)."""
     return [DataPosition(rank, group.world_size) for rank in range(group.world_size)]
 
 
 update_dispatch_mode(Dispatch.ONE_TO_ALL, dispatch_one_to_all)
 update_dispatch_mode(Dispatch.ALL_TO_ALL, dispatch_all_to_all)
-update_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, _rows_mode(_each_its_own))
+update_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, _rows_mode(_one_replica_per_rank))
 update_dispatch_mode(Dispatch.MEGATRON_COMPUTE_PROTO, _rows_mode(lambda group: group.data_positions))

@@ -85,7 +85,7 @@ class ResourcePool:
         return sum(self.process_on_nodes)
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def rank_positions(self) -> list[tuple[int, int]]:
         """Return (node, rank on that node) of each rank."""
         return [(node, local) for node, count in enumerate(self.process_on_nodes) for local in range(count)]
 
@@ -98,7 +98,7 @@ class ResourcePool:
         """
         meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         environments = []
-        for rank, (node, local_rank) in enumerate(self.places):
+        for rank, (node, local_rank) in enumerate(self.rank_positions):
             numbers = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank}
             numbers["LOCAL_WORLD_SIZE"] = self.process_on_nodes[node]
             environments.append(meeting | {name: str(number) for name, number in numbers.items()})

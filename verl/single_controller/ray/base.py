@@ -165,7 +165,7 @@ class RayWorkerGroup(WorkerGroup):
     def _create_actors(self, pool: RayResourcePool, place: PlacementGroup) -> list[Any]:
         actors = []
         variables = {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
-        for node, _ in pool.places:
+        for node, _ in pool.rank_positions:
             strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=node)
             actor_cls = ray.remote(RankProcess).options(
                 num_cpus=pool.num_cpus_per_process,

@@ -49,8 +49,11 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(signal.Signals(number).name)
 
 
-def ray_command(options: argparse.Namespace, more: list[str]) -> list[str]:
-    """Return the `ray start` of this node; `more` are the user's arguments, which come last and win."""
+def ray_command(options: argparse.Namespace, ray_arguments: list[str]) -> list[str]:
+    """Return the `ray start` of this node.
+
+    `ray_arguments` are the user's arguments, which come last and win.
+    """
     temp_dir, note = choose_temp_dir()
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
@@ -62,7 +65,7 @@ def ray_command(options: argparse.Namespace, more: list[str]) -> list[str]:
         command += ["--head", f"--port={options.port}", "--include-dashboard=false"]
     else:
         command.append(f"--address={options.head}")
-    return command + more
+    return command + ray_arguments
 
 
 def run_node(command: list[str]) -> int:

@@ -173,7 +173,7 @@ def _keep_last_lines() -> None:
     ray_logging.global_worker_stdstream_dispatcher.add_handler("last lines", keep)
 
 
-def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None:
+def why_unusable(folder: str, mounts: Sequence[str] | None = None) -> str | None:
     """Return why Ray can't work below `folder`, or None if it can.
 
     Args:
@@ -215,13 +215,13 @@ def choose_temp_dir(mounts: Sequence[str] | None = None) -> tuple[str, str | Non
     """
     ray_tmpdir = os.environ.get("RAY_TMPDIR")
     usual = ray_tmpdir or os.environ.get("TMPDIR") or LOCAL_FOLDERS[0]
-    reason = trouble_with(usual, mounts)
+    reason = why_unusable(usual, mounts)
     if reason is None:
         return os.path.join(usual, "ray"), None
     advice = "Set RAY_TMPDIR to a folder on a local disk with a short path, such as /tmp."
     if ray_tmpdir:
         raise ValueError(f"RAY_TMPDIR={ray_tmpdir} {reason}. {advice}")
     for folder in LOCAL_FOLDERS:
-        if trouble_with(folder, mounts) is None:
+        if why_unusable(folder, mounts) is None:
             return os.path.join(folder, "ray"), f"Ray works in {folder}/ray: {usual} {reason}"
     raise ValueError(f"{usual} {reason}, and {', '.join(LOCAL_FOLDERS)} can't be used either. {advice}")

@@ -43,14 +43,14 @@ def validate(config: Config, *, format_reward: bool = False) -> None:
     _check_filter(config, passes)
     rollout = config.actor_rollout_ref.rollout
     rows = config.data.train_batch_size * rollout.n * rollout.n_agent
-    for name in (ACTOR, "critic") if passes.values else (ACTOR,):
+    for name in (ACTOR, "critic") if passes.needs_values else (ACTOR,):
         if get_value(config, name).ppo_mini_batch_size * rollout.n > rows and not config.trainer.val_only:
             keys = f"{name}.ppo_mini_batch_size {ROLLOUT}.n data.train_batch_size"
             reason = f", but a step has {rows} trajectories; expected at most {rows // rollout.n}."
             raise config_error(config, keys, reason)
-    if passes.values:
+    if passes.needs_values:
         check_model("critic.model.path", config.critic.model.path)
-    if passes.teacher:
+    if passes.needs_teacher:
         check_model(_TEACHER, config.actor_rollout_ref.teacher.path)
     check_megatron(config, passes)
     if not config.trainer.dry_run:  # the machine that the run is for may have vLLM
@@ -165,7 +165,7 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
         raise config_error(config, "algorithm.turn_credit do_search", reason)
     if rollout.step_wise:
         _check_step_wise(config, passes)
-    if passes.teacher != (config.actor_rollout_ref.teacher.path is not None):
+    if passes.needs_teacher != (config.actor_rollout_ref.teacher.path is not None):
         reason = "; expected a teacher for a loss that reads its log-probs (distillation), else null."
         raise config_error(config, f"{_TEACHER} {ACTOR}.policy_loss.loss_mode", reason)
     # Some estimators do not read what is taken off the reward, or can't take rewards as they then are.
@@ -192,7 +192,7 @@ def _check_step_wise(config: Config, passes: Passes) -> None:
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     name = algorithm.adv_estimator
     sums_kl = passes.greedy_rollouts and passes.kl_in_reward
-    if is_token_wise(name) or passes.values or sums_kl:
+    if is_token_wise(name) or passes.needs_values or sums_kl:
         reason = (
             ", which credits a token with what comes after it, in later turns too; with turns as rows a turn "
             "has the trajectory's outcome alone. Set step_wise=false, or an estimator such as grpo or rloo"
@@ -251,11 +251,11 @@ def check_megatron(config: Config, passes: Passes) -> None:
     sizes = ParallelSizes(*(actor.megatron[size] for size in SIZES))
     sizes.check(config.trainer.nnodes * config.trainer.n_gpus_per_node)
     models: dict[str, Any] = {"actor_rollout_ref.model.path": block.model}
-    if passes.teacher:
+    if passes.needs_teacher:
         models[_TEACHER] = {"path": block.teacher.path, "trust_remote_code": block.model.trust_remote_code}
-    if passes.values:
+    if passes.needs_values:
         models["critic.model.path"] = config.critic.model
-    for model in ("actor_rollout_ref.model", *["critic.model"] * passes.values):
+    for model in ("actor_rollout_ref.model", *["critic.model"] * passes.needs_values):
         if get_value(config, model).lora_rank > 0 or get_value(config, model).lora_adapter_path is not None:
             reason = ", which trains whole models; expected lora_rank=0 and no adapter, or strategy=fsdp."
             raise config_error(config, f"{model}.lora_rank {ACTOR}.strategy", reason)

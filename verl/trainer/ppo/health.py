@@ -48,7 +48,7 @@ _ANSWERED = ("train/answered", "env/finish_ratio")  # logs without the first hav
 _ROWS_UNKNOWN = 32.0  # rows of a step whose metrics do not say how many there are
 _BY_DIFFICULTY = {"filter/retired", "pools/measured"}  # with these, solved questions are asked less often
 _LOST_LIMIT = 10.0  # nats, for solve rates alone: reached by chance once in exp(10) steps of a kind
-_LOST_TOO = 2.3  # nats, for the solve rate of a kind that is also searched for less: ten to one
+_LOST_WITH_SEARCHES = 2.3  # nats, for the solve rate of a kind that is also searched for less: ten to one
 _LEAST_SOLVED = 0.01  # a kind that was never solved more often than this cannot be lost
 _SEARCHES_DEVIATION = 0.7  # standard deviation of the number of searches among questions of a kind
 _MOST_KINDS = 64  # kinds that are watched in one run: those that come first
@@ -347,7 +347,7 @@ class HealthMonitor:
         loss, value, best = lost
         shares = f"{value:.1%} of them are solved now, {best:.0%} at their best"
         searches_sign = f"searches_fall:{kind}"
-        if loss.total >= _LOST_TOO or searches_sign in self._open:
+        if loss.total >= _LOST_WITH_SEARCHES or searches_sign in self._open:
             line = (
                 f"since step {drift.left} the policy searches less for {words} ({searches:.2g} searches a "
                 f"question, {most:.2g} before), and {shares}: it has lost the searches that these questions "

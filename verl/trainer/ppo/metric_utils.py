@@ -35,7 +35,7 @@ class Timer:
             self.seconds[name] += time.perf_counter() - start
 
 
-def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, float]:
     if values.numel() == 0:
         return {}
     values = values.float()
@@ -60,18 +60,18 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     context_lengths = attention[:, -response_width:].sum(-1)
     sampled = mask.sum(-1)
 
-    metrics = _spread("critic/score", tensors["token_level_scores"].sum(-1))
-    metrics |= _spread("critic/rewards", tensors["token_level_rewards"].sum(-1))
-    metrics |= _spread("critic/advantages", tensors["advantages"][mask])
-    metrics |= _spread("critic/returns", tensors["returns"][mask])
+    metrics = _mean_max_min("critic/score", tensors["token_level_scores"].sum(-1))
+    metrics |= _mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1))
+    metrics |= _mean_max_min("critic/advantages", tensors["advantages"][mask])
+    metrics |= _mean_max_min("critic/returns", tensors["returns"][mask])
     if use_critic:
         values = tensors["values"][mask]
         returns = tensors["returns"][mask]
-        metrics |= _spread("critic/values", values)
+        metrics |= _mean_max_min("critic/values", values)
         variance = returns.var()
         metrics["critic/vf_explained_var"] = (1 - (returns - values).var() / (variance + 1e-5)).item()
-    metrics |= _spread("response_length", sampled)
-    metrics |= _spread("prompt_length", prompt_lengths)
+    metrics |= _mean_max_min("response_length", sampled)
+    metrics |= _mean_max_min("prompt_length", prompt_lengths)
     num_read = (context_lengths - sampled).sum()
     metrics["state_tokens/total"] = int(num_read)
     metrics["state_tokens/coverage"] = (num_read / context_lengths.sum().clamp(min=1)).item()

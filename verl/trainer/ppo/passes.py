@@ -42,15 +42,16 @@ class Passes:
         self.turn_credit = algorithm.turn_credit  # the weight of the rewards of single turns
         # The names of all that the estimator takes.
         self.estimator_inputs = estimator_inputs(algorithm.adv_estimator, self.turn_credit)
-        self.values = trains and "values" in inputs  # there is a critic
+        self.needs_values = trains and "values" in inputs  # there is a critic
         self.compares_group = "index" in inputs  # an advantage is relative to the other rows of its prompt
         self.greedy_rollouts = "reward_baselines" in inputs  # each prompt has a greedy trajectory
         self.kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
         kl_in_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
-        self.reference = trains and (self.kl_in_reward or kl_in_loss)  # log-probs of the reference are needed
-        self.teacher = "teacher_log_prob" in loss_inputs  # log-probs of actor_rollout_ref.teacher are needed
-        # There are weights or rejection.
-        self.needs_correction = needs_correction(algorithm.rollout_correction)
+        # Whether log-probs of the reference are needed, and those of actor_rollout_ref.teacher.
+        self.needs_reference = trains and (self.kl_in_reward or kl_in_loss)
+        self.needs_teacher = "teacher_log_prob" in loss_inputs
+        # Whether rollout correction weights or rejects.
+        self.has_rollout_correction = needs_correction(algorithm.rollout_correction)
         self.bypass = algorithm.rollout_correction.bypass_mode  # old log-probs are the rollout engine's
         self.sum_pi_squared = "sum_pi_squared" in inputs  # the old-log-prob pass gives this too
         self.has_ratio = "old_log_prob" in loss_inputs  # the policy loss can't do without old log-probs
@@ -72,7 +73,9 @@ class Passes:
             return False
         in_advantages = self.kl_in_reward or "old_log_probs" in self.estimator_inputs
         return (
-            in_advantages or self.needs_correction or (self.has_ratio and updates_actor and num_updates > 1)
+            in_advantages
+            or self.has_rollout_correction
+            or (self.has_ratio and updates_actor and num_updates > 1)
         )
 
     def reference_log_probs(self, updates_actor: bool) -> bool:
@@ -80,7 +83,7 @@ class Passes:
 
         In the critic's warm-up it does so only for a KL in the reward.
         """
-        return self.kl_in_reward or (self.reference and updates_actor)
+        return self.kl_in_reward or (self.needs_reference and updates_actor)
 
     def banner(
         self, config: Config, rows: tuple[int, int], steps: tuple[int, int], num_processes: int
@@ -112,7 +115,7 @@ class Passes:
             lines.append(f"environments: {', '.join(sorted(names))}")
         if searches(config):
             lines.append(f"retriever: {config.retriever.url}")
-        if self.values and steps[0] < trainer.critic_warmup:
+        if self.needs_values and steps[0] < trainer.critic_warmup:
             lines.append(
                 f"the first {trainer.critic_warmup} steps train the critic alone (trainer.critic_warmup); "
                 "the policy learns from then on"

@@ -57,7 +57,7 @@ from verl.workers.engine.update_loop import mini_batches, shuffled
 # Columns that the passes for log-probs and values read.
 PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 # Attributes of the trainer whose `state_dict` is in `RunState`.
-RESUMED = ("sampler", "kl_controller", "running_baseline", "health")
+STATEFUL_ATTRIBUTES = ("sampler", "kl_controller", "running_baseline", "health")
 # Columns that the update does not read.
 NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")
 
@@ -142,7 +142,7 @@ class RayPPOTrainer(ResumableRun):
                 model does not fit.
             EngineUnavailable: if the rollout engine's servers do not start or do not answer.
         """
-        self._take_folder()
+        self._lock_folder()
         self.when_folder_is_taken()
         config = self.config
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
@@ -154,7 +154,7 @@ class RayPPOTrainer(ResumableRun):
         actor = next(role for role in self.role_worker_mapping if role not in (Role.Critic, Role.Rollout))
         self.actor_rollout_wg = self.worker_groups[actor.value]
         self.actor_rollout_wg.init_model()
-        if self.passes.values:
+        if self.passes.needs_values:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
         if Role.Rollout not in self.role_worker_mapping:
@@ -208,8 +208,8 @@ class RayPPOTrainer(ResumableRun):
         trainer = config.trainer
         actor = config.actor_rollout_ref.actor
         started = time.perf_counter() - self.state.wall_seconds
-        with self._ending_well():
-            if trainer.val_only or self._lacks_validation():
+        with self._finishing_run():
+            if trainer.val_only or self._validation_is_missing():
                 self._record_validation(
                     self._validate(complete=True), "after" if self.state.step else "before"
                 )
@@ -255,7 +255,7 @@ class RayPPOTrainer(ResumableRun):
                     updates: dict[str, dict[str, Any]] = {}
                     for_actor, tokens_per_rank = self._arranged(batch, self.actor_rollout_wg, actor)
                     metrics |= metric_utils.seqlen_metrics(tokens_per_rank, batch)
-                    if self.passes.values:
+                    if self.passes.needs_values:
                         with timer("update_critic"):
                             for_critic, _ = self._arranged(batch, self.critic_wg, self.config.critic)
                             updates["critic"] = self.critic_wg.update_critic(for_critic).meta_info
@@ -272,12 +272,12 @@ class RayPPOTrainer(ResumableRun):
                     if last or any(every > 0 and step % every == 0 for every in self.test_periods):
                         with timer("testing"):
                             try:
-                                metrics |= self._test(step, last)
+                                metrics |= self._measure_if_due(step, last)
                             except RunStopped as failure:  # the step itself is complete
                                 search_failure = failure
-                metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
+                metrics = metric_utils.step_metrics(batch, timer, self.passes.needs_values) | metrics
                 stop = search_failure is not None or (self.stop_request.asked and not last)
-                findings = self._take_state(metrics, timer, started)
+                findings = self._finish_step(metrics, timer, started)
                 if last or stop or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
                     with timer("save_checkpoint"):
                         self._save_checkpoint()
@@ -349,10 +349,10 @@ class RayPPOTrainer(ResumableRun):
         if passes.reference_log_probs(trains_actor):
             with timer("ref"):
                 batch.union(self.actor_rollout_wg.compute_ref_log_prob(columns))
-        if passes.teacher and trains_actor:
+        if passes.needs_teacher and trains_actor:
             with timer("teacher"):
                 batch.union(self.actor_rollout_wg.compute_teacher_log_prob(columns))
-        if passes.values:
+        if passes.needs_values:
             with timer("values"):
                 batch.union(self.critic_wg.compute_values(columns))
 
@@ -407,11 +407,11 @@ class RayPPOTrainer(ResumableRun):
         """Train the policy, and make the result the new reference where that is due."""
         update = self.actor_rollout_wg.update_actor(rows).meta_info
         reset_every = self.config.actor_rollout_ref.ref.reset_every
-        if self.passes.reference and reset_every and step % reset_every == 0:
+        if self.passes.needs_reference and reset_every and step % reset_every == 0:
             self.actor_rollout_wg.reset_reference()
         return update
 
-    def _take_state(
+    def _finish_step(
         self, metrics: dict[str, float], timer: metric_utils.Timer, started: float
     ) -> list[HealthFinding]:
         """Bring `state` to the end of this step, and return the findings to report.
@@ -425,7 +425,7 @@ class RayPPOTrainer(ResumableRun):
         self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
         # The score is that of all trajectories: that of the ones chosen for training says little.
         findings = self.health.check(self.state.step, metrics | {"critic/score/mean": metrics["train/score"]})
-        for name in RESUMED:
+        for name in STATEFUL_ATTRIBUTES:
             setattr(self.state, name, getattr(self, name).state_dict())
         self.collector.take_state()
         return findings
@@ -456,7 +456,7 @@ class RayPPOTrainer(ResumableRun):
         )
 
     def _save_checkpoint(self) -> None:
-        def beside(folder: Path) -> None:
+        def write_rest(folder: Path) -> None:
             settings = json.dumps(self.learning_settings, indent=1)
             (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
             self.collector.save(folder)
@@ -465,20 +465,20 @@ class RayPPOTrainer(ResumableRun):
                 self.stream.save(folder, step_is_over=not self.stream.taken)
             self.state.save(folder)
 
-        critic = {"critic": self.critic_wg} if self.passes.values else {}
-        self.checkpoint_writing.save(self.state.step, {"actor": self.actor_rollout_wg, **critic}, beside)
+        critic = {"critic": self.critic_wg} if self.passes.needs_values else {}
+        self.checkpoint_writing.save(self.state.step, {"actor": self.actor_rollout_wg, **critic}, write_rest)
 
     def _load_checkpoint(self, folder: Path) -> int:
         self.state = RunState.load(folder)
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
         if self.state.step == 0:  # the checkpoint has only weights to start with
             return 0
-        for name in RESUMED:
+        for name in STATEFUL_ATTRIBUTES:
             getattr(self, name).load_state_dict(getattr(self.state, name))
         self.collector.load(folder)
         if self.stream is not None:
             self.stream.load(folder, self.state.step)
-        if self.passes.values:
+        if self.passes.needs_values:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         return self.state.step
 
@@ -506,7 +506,7 @@ class RayPPOTrainer(ResumableRun):
             self.stream.workers.figures()  # so that the figures of the next step do not count these
         return report
 
-    def _test(self, step: int, last: bool) -> dict[str, float]:
+    def _measure_if_due(self, step: int, last: bool) -> dict[str, float]:
         """Validate, if that is due, and measure the sets of `trainer.evals` that are due."""
         metrics, lines = self.evals.measure(self._generate_sequences, step, last)
         self.recorder.log_evaluation(step, lines)
@@ -525,7 +525,7 @@ class RayPPOTrainer(ResumableRun):
         for name, value in metrics.items():
             self.recorder.say(f"{name} at step {self.state.step}: {value:.4g}")
 
-    def _lacks_validation(self) -> bool:
+    def _validation_is_missing(self) -> bool:
         """Return whether the validation before the first step, or after the last one, is still to be made."""
         if self.state.step >= self.total_steps:
             return "after" not in self.state.validation

@@ -161,7 +161,7 @@ class CheckpointedRun:
         trainer = self.config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
 
-    def _take_folder(self) -> None:
+    def _lock_folder(self) -> None:
         """Keep other runs out of the folder, and look for the checkpoint again: now none can be added."""
         self.checkpoints.lock()
         if self.checkpoints.remote is not None:
@@ -235,12 +235,12 @@ class ResumableRun(CheckpointedRun):
         self.state = RunState()
         self.learning_settings = learning_settings(config)
 
-    def _take_folder(self) -> None:
+    def _lock_folder(self) -> None:
         """Keep other runs out of the folder, and check that its checkpoint is of a run like this.
 
         Nothing is written so far. Raises ValueError if the checkpoint is not of a run like this.
         """
-        super()._take_folder()
+        super()._lock_folder()
         if self.resume_folder is None:
             return
         checkpoints = self.checkpoints
@@ -260,7 +260,7 @@ class ResumableRun(CheckpointedRun):
             )
 
     @contextmanager
-    def _ending_well(self) -> Iterator[None]:
+    def _finishing_run(self) -> Iterator[None]:
         """Wrap a run, a `with` block, and end it as it should.
 
         The checkpoint that is being written at the end gets its name. Where the retriever is away, or

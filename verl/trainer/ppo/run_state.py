@@ -146,7 +146,7 @@ class CheckpointStore:
         self.last_size = 0
         self.uploads: Uploads | None = None
         # Whether to wait for uploads at the end of the run, which then was no failure.
-        self.waits_for_uploads = False
+        self.ended_well = False
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
         self.keep_behind = keep_behind
@@ -184,7 +184,7 @@ class CheckpointStore:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         steps = self.steps()
-        need = int(1.1 * (self.last_size or self._size(self.steps())))
+        need = int(1.1 * (self.last_size or self._size_of_last(self.steps())))
         while (free := shutil.disk_usage(self.run_dir).free) < need:
             old_step = next(
                 (old_step for old_step in steps[:-1] if self.uploads and old_step in self.uploads.whole), None
@@ -196,14 +196,14 @@ class CheckpointStore:
                 )
             _delete(self.folder(old_step))
             steps.remove(old_step)
-        unfinished = self._unfinished(step)
+        unfinished = self._incomplete_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         return unfinished
 
     def commit(self, step: int) -> None:
         """Make what was written since `begin` the checkpoint of `step`."""
-        unfinished = self._unfinished(step)
+        unfinished = self._incomplete_folder(step)
         target = self.folder(step)
         sync_tree(unfinished)
         if target.exists():
@@ -212,7 +212,7 @@ class CheckpointStore:
         self._track_latest()
         sync(self.run_dir)
         self.last_written = step
-        self.last_size = self._size([step])
+        self.last_size = self._size_of_last([step])
         if self.uploads is not None:
             self.uploads.add(step)
         kept_to_go_back = self._kept_to_go_back(step)
@@ -235,7 +235,7 @@ class CheckpointStore:
         oldest = max((anchor for anchor in anchors if anchor <= step - self.keep_behind), default=0)
         return {anchor for anchor in anchors if anchor >= oldest}
 
-    def _size(self, steps: list[int]) -> int:
+    def _size_of_last(self, steps: list[int]) -> int:
         """Return the size of the last of these checkpoints, in bytes."""
         paths = self.folder(steps[-1]).rglob("*") if steps else ()
         return sum(
@@ -267,7 +267,7 @@ class CheckpointStore:
         self.uploads = None
         if uploads is not None:
             with announce(f"uploading to {uploads.store.url}"):
-                uploads.close(in_haste=not self.waits_for_uploads)
+                uploads.close(in_haste=not self.ended_well)
 
     def fetch(self, folder: Path) -> None:
         """Make sure that the checkpoint that `find_resume` returned is here.
@@ -279,7 +279,7 @@ class CheckpointStore:
             with announce(f"downloading the checkpoint of step {step} from {self.remote.url}"):
                 self.remote.fetch(step, self.run_dir)
 
-    def _unfinished(self, step: int) -> Path:
+    def _incomplete_folder(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}.incomplete"
 
     def lock(self) -> None:
@@ -441,7 +441,7 @@ class CheckpointWriting:
         self._step: int | None = None  # step of the checkpoint that is being written
         self._groups: list[WorkerGroup] = []
 
-    def save(self, step: int, groups: Mapping[str, WorkerGroup], beside: Callable[[Path], None]) -> None:
+    def save(self, step: int, groups: Mapping[str, WorkerGroup], write_rest: Callable[[Path], None]) -> None:
         """Finish the checkpoint before this one, and begin that of `step`.
 
         `commit_if_written` gives the new checkpoint its name.
@@ -449,7 +449,7 @@ class CheckpointWriting:
         Args:
             step: number of finished steps.
             groups: folder in the checkpoint -> workers whose model goes there.
-            beside: writes the rest into the checkpoint's folder.
+            write_rest: writes the rest into the checkpoint's folder.
 
         Raises:
             RunStopped: if this checkpoint, or the one before it, could not be written.
@@ -459,7 +459,7 @@ class CheckpointWriting:
             folder = self.store.begin(step)
             for name, group in groups.items():
                 group.save_checkpoint(str(folder / name), self.background)
-            beside(folder)
+            write_rest(folder)
         except (CheckpointFailed, OSError) as error:
             raise self._failed(step, error) from error
         self._step = step
@@ -485,13 +485,13 @@ class CheckpointWriting:
             yield
         except RunStopped:
             self.finish()
-            self.store.waits_for_uploads = True
+            self.store.ended_well = True
             raise
         except BaseException:
             self._finish_after_a_failure()
             raise
         self.finish()
-        self.store.waits_for_uploads = True
+        self.store.ended_well = True
 
     def _finish_after_a_failure(self) -> None:
         if self._step is None:

@@ -46,7 +46,7 @@ from verl.verifiers.registry import UNVERIFIED, Assigned, Verifiers, assigned_ve
 _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
 )
-COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
+ESTIMATOR_COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
 # A row is solved from this sum of its environment's rewards on, as with the default of `solved_at`.
 FULL_REWARD = 1.0
 
@@ -99,7 +99,7 @@ class RewardManager:
             token_level_scores [N, R] float32, zero but for the last sampled token of each row. With
             return_dict, a dictionary with this tensor as "reward_tensor" and lists of N: "score", "em" and
             "f1" (float; exact match and token F1 whatever the reward is), "answer" (str or None), what a
-            user's function returned beside its score, and with verifiers "verdicts" (see `Result`). Where
+            user's function returned beside its score, and with verifiers "verdicts" (see `RowResult`). Where
             there is no verdict, the score is None and the tensor's row is zero.
 
         Raises:
@@ -250,8 +250,9 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
 
     The scores are token_level_scores [N, R] float32 (the outcome on the last sampled token), outcome [N]
     float32, num_sampled, prompt_length, response_length [N] int64 (tokens), and for each row `em`, `f1`
-    (float) and `verdicts` (see `Result`, or None). A row that could not be verified leaves the batch as one
-    whose search failed does: its response_mask is emptied, and its record's finish_reason is "unverified".
+    (float) and `verdicts` (see `RowResult`, or None). A row that could not be verified leaves the batch as
+    one whose search failed does: its response_mask is emptied, and its record's finish_reason is
+    "unverified".
     """
     answers: dict[str, Any] = reward_fn(batch, return_dict=True)
     tensors = batch.tensors
@@ -331,7 +332,7 @@ def add_advantages(
     except ValueError as error:
         raise RunStopped(f"the advantages of this step: {error}") from error
     if algorithm.thrift:
-        thrift = algorithm.thrift * thrift_of(batch, batch.meta_info["solved_share"])
+        thrift = algorithm.thrift * thrift_per_token(batch, batch.meta_info["solved_share"])
         advantages = advantages + thrift
         metrics["thrift/advantage_share"] = advantage_share(thrift, advantages, tensors["response_mask"])
     tensors["advantages"] = advantages
@@ -371,7 +372,7 @@ def compute_advantage(
         lam=lam,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         config=config,
-        **{name: tensors[name] for name in COLUMNS if name in tensors},
+        **{name: tensors[name] for name in ESTIMATOR_COLUMNS if name in tensors},
     )
     tensors["advantages"], tensors["returns"] = estimate_advantages(adv_estimator, inputs)
     return data
@@ -399,7 +400,7 @@ def advantage_inputs(
         "config": algorithm,
         "turn_credit": passes.turn_credit,
         **{name: algorithm[name] for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")},
-        **{name: tensors[name] for name in COLUMNS if name in tensors},
+        **{name: tensors[name] for name in ESTIMATOR_COLUMNS if name in tensors},
     }
     if "running_baseline" in input_names:
         sources = [str(source) for source in batch.non_tensor_batch["data_source"]]
@@ -471,21 +472,21 @@ def solved_share(batch: DataProto) -> float:
     return float(Groups(torch.zeros_like(rows, dtype=torch.int64), rows).mean(solved)[0])
 
 
-def thrift_by_row(batch: DataProto, is_counted: Tensor, share: float) -> Tensor:
+def thrift_by_row(batch: DataProto, compared: Tensor, share: float) -> Tensor:
     """Return `thrift_advantages` of a scored batch, [N] float64.
 
     Args:
         batch: a scored batch.
-        is_counted: the rows that are compared, [N] bool.
+        compared: the rows that are compared, [N] bool.
         share: see `solved_share`.
     """
-    groups = Groups.of(batch.non_tensor_batch["uid"], is_counted)
+    groups = Groups.of(batch.non_tensor_batch["uid"], compared)
     solved = torch.from_numpy(solved_rows(batch))
     searches = torch.tensor([record["num_searches"] for record in batch.non_tensor_batch["trajectory"]])
     return thrift_advantages(solved, searches, groups, share)
 
 
-def thrift_of(batch: DataProto, share: float) -> Tensor:
+def thrift_per_token(batch: DataProto, share: float) -> Tensor:
     """Return `thrift_by_row` on every sampled token of a row, [N, R] float32."""
     mask = batch.tensors["response_mask"].bool()
     return expand_to_tokens(thrift_by_row(batch, mask.any(dim=-1), share), mask, torch.float32)[0]
@@ -503,14 +504,14 @@ def can_save_searches(batch: DataProto, usable: np.ndarray) -> np.ndarray:
     return can_save
 
 
-def advantage_share(part: Tensor, advantages: Tensor, mask: Tensor) -> float:
+def advantage_share(summand: Tensor, advantages: Tensor, mask: Tensor) -> float:
     """Return the sum of |part| divided by the sum of |advantages|, or 0 if all advantages are 0.
 
     The part is a summand of the advantages. All tensors are [N, R]. Only tokens under the mask count.
     """
     sampled = mask.bool()
     total = float(advantages[sampled].double().abs().sum())
-    return float(part[sampled].double().abs().sum()) / total if total else 0.0
+    return float(summand[sampled].double().abs().sum()) / total if total else 0.0
 
 
 def turn_ids(batch: DataProto) -> Tensor:

@@ -79,8 +79,8 @@ class Precision:
         """Read the dtypes from an `fsdp_config` block.
 
         If `param_dtype` is null, the computation is in bf16 on CUDA and in fp32 on CPU. `fastest` means the
-        same before `place` (verl/trainer/placement.py) has measured. If `model_dtype` is null, weights are
-        stored in fp32 if they are trained, and in the dtype of the computation otherwise.
+        same before `decide_machine_settings` (verl/trainer/placement.py) has measured. If `model_dtype` is
+        null, weights are stored in fp32 if they are trained, and in the dtype of the computation otherwise.
         """
         name = fsdp_config["mixed_precision"]["param_dtype"]
         if name in (None, FASTEST):
