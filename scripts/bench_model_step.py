@@ -69,8 +69,8 @@ class Contender:
         precision = Precision.from_config(actor.fsdp_config, self.device)
         module = load_policy(block.model, precision.model)
         self.trainer = TrainEngine(module, precision, actor.fsdp_config, self.device, 1, actor.optim)
-        packed = block.model.use_remove_padding
-        self.limits = MicroBatchLimits.from_config(actor, "ppo", self.device, packed)
+        padded = not block.model.use_remove_padding
+        self.limits = MicroBatchLimits.from_config(actor, "ppo", self.device, padded)
         self.actor = DataParallelPPOActor(actor, self.trainer, self.limits, temperature=1.0)
         self.rollout = NativeEngine(load_hf_config(block.model), sessions, 1024, self.dtype, self.device)
         self.spec = ModelSpec.from_config(load_hf_config(block.model))

@@ -35,7 +35,7 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import numpy as np  # noqa: E402
 
 from scripts.real_model_report import add_line, format_interval  # noqa: E402
-from verl.evaluation.figures import interval  # noqa: E402
+from verl.evaluation.figures import mean_with_interval  # noqa: E402
 from verl.utils.records.files import read_lines  # noqa: E402
 
 ADVANTAGE = "algorithm.adv_estimator="
@@ -159,7 +159,7 @@ def main() -> None:
         sampled, greedy = ([em[q] for q in em if q[0] == mode] for mode in ("sampled", "greedy"))
         changes = [em[q] - before[q] for q in em if q[0] == "sampled" and q in before]
         signs = ((sampled, ""), (greedy, ""), (changes, "+"))
-        cells = [format_interval(interval(np.array(values)), sign) for values, sign in signs]
+        cells = [format_interval(mean_with_interval(np.array(values)), sign) for values, sign in signs]
         wall = seconds[name] / len(options.seeds)
         print(f"| {name} | {len(options.seeds)} | {' | '.join(cells)} | {wall:.0f} |")
 

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from data_prep.files import run_command
-from verl.evaluation.figures import interval
+from verl.evaluation.figures import mean_with_interval
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 
@@ -82,10 +82,10 @@ def compare(lines: dict[str, Any], before: dict[str, Any] | None) -> dict[str, A
     """
     figures: dict[str, Any] = {"questions": len(lines)}
     for name in ("em", "f1"):
-        figures[name] = interval(np.array([line[name] for line in lines.values()]))
+        figures[name] = mean_with_interval(np.array([line[name] for line in lines.values()]))
         if before is not None:
             changes = [lines[q][name] - before[q][name] for q in lines if q in before]
-            figures[f"{name}_change"] = interval(np.array(changes))
+            figures[f"{name}_change"] = mean_with_interval(np.array(changes))
     for name in ("searches", "documents_hold_answer"):
         figures[name] = float(np.mean([line[name] for line in lines.values()]))
     return figures

@@ -90,7 +90,7 @@ def test_what_is_noted_at_any_moment_goes_on_elsewhere_to_the_same_end(tokenizer
         service.add(rows_of(agent, rows))
         for _ in range(moment):
             service.advance()
-        noted = service.continuations()
+        noted = service.snapshot()
         assert {each.finish_reason for each in noted} >= {KEPT}
         noted.sort(key=lambda each: each.row)
         states = continuations(agent.batch(noted, rows.non_tensor_batch, {}))

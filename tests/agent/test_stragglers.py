@@ -140,7 +140,7 @@ def test_a_group_is_late_after_the_factor_times_the_median_once_half_of_the_batc
     assert w.next_due() == 40.0  # 2 x the batch's median: the others take longer than 20
     assert w.late(40.0) == []
     assert w.late(40.1) == [[1], [3]]
-    w.cut([1])
+    w.exclude_from_times([1])
     w.end(1, 41.0)  # without a say in the median
     assert w.next_due() == 40.0 and w.late(41.0) == [[3]]
 

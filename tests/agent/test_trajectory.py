@@ -51,7 +51,7 @@ def test_a_record_says_what_happened_and_where():
 
 def test_rule_9_a_masked_trajectory_has_nothing_to_learn_from():
     trajectory = example()
-    trajectory.mask()
+    trajectory.mask_all()
     tensors = to_tensors([trajectory], 3, 5, 0)
     assert tensors["response_mask"].sum() == 0 and tensors["rollout_log_probs"].abs().sum() == 0
     assert tensors["attention_mask"].sum() == 6

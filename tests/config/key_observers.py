@@ -234,7 +234,7 @@ def actor(config: Config) -> Any:
     block = config.actor_rollout_ref
     block.actor.optim.total_training_steps = 4
     limits = [
-        MicroBatchLimits.from_config(part, "log_prob", CPU, block.model.use_remove_padding)
+        MicroBatchLimits.from_config(part, "log_prob", CPU, not block.model.use_remove_padding)
         for part in (block.ref, block.rollout)
     ]
     try:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from verl.evaluation.figures import interval, pass_at, summarize
+from verl.evaluation.figures import mean_with_interval, pass_at, summarize
 
 
 def line(example, reward, task="one", truncated=False, **more):
@@ -48,7 +48,7 @@ def test_an_interval_holds_the_true_mean_in_19_of_20_samples():
     rng = np.random.default_rng(0)
     held = 0
     for _ in range(200):
-        mean, low, high = interval(rng.binomial(1, 0.3, 100))
+        mean, low, high = mean_with_interval(rng.binomial(1, 0.3, 100))
         assert low <= mean <= high
         held += low <= 0.3 <= high
     assert 0.90 <= held / 200 <= 0.99

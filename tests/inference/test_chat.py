@@ -25,7 +25,7 @@ def codec(request):
 
 def play(codec, transcript, messages, ids, tools=None, stop=None):
     """A turn with these ids, as the app runs it: (place, reply)."""
-    place = transcript.place(codec, messages, tools)
+    place = transcript.take_segment(codec, messages, tools)
     reply = codec.reply(ids, stop, tools is not None, False)
     transcript.add(place, TurnResult(ids, [-1.0] * len(ids), [0] * len(ids), "eos", None, None), reply)
     return place, reply
@@ -68,7 +68,7 @@ class Player:
         return ids + [self.codec.tokenizer.eos_token_id] * (self.rng.random() < 0.5)
 
     def turn(self):
-        place = self.transcript.place(self.codec, self.messages, self.tools)
+        place = self.transcript.take_segment(self.codec, self.messages, self.tools)
         assert place.is_new != self.is_extension
         self.counts["new" if place.is_new else "extended"] += 1
         key = id(place)
@@ -77,7 +77,7 @@ class Player:
             self.sampled[key] = []
         if self.rng.random() < 0.1:  # the client went away
             self.transcript.put_back(place)
-            place = self.transcript.place(self.codec, self.messages, self.tools)
+            place = self.transcript.take_segment(self.codec, self.messages, self.tools)
             assert place.is_new != self.is_extension
             key = id(place)
             if place.is_new:
@@ -161,7 +161,7 @@ def test_only_the_new_messages_are_given_to_the_tokenizer(codec, monkeypatch):
             lambda text, *more, old=old, **keys: (given.append(text), old(text, *more, **keys))[1],
             raising=False,
         )
-    place = transcript.place(codec, [*messages, reply[0], user("and more")], None)
+    place = transcript.take_segment(codec, [*messages, reply[0], user("and more")], None)
     assert not place.is_new and given and not any("SECRET" in text or "a question" in text for text in given)
 
 
@@ -173,7 +173,7 @@ def test_a_context_is_the_templates_text_though_turns_are_never_rendered():
         ids = codec.tokenizer.encode(text + "<|im_end|>")
         place, reply = play(codec, transcript, messages, ids)
         messages = [*messages, reply[0], user(f"after {text}")]
-    place = transcript.place(codec, messages, None)
+    place = transcript.take_segment(codec, messages, None)
     whole = codec.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     segment = place
     assert codec.codec.decode(segment.prompt_ids + segment.response_ids + place.new_ids) == whole
@@ -189,11 +189,11 @@ def test_thinking_that_the_template_strips_stays_in_the_context():
     history = [*messages, reply[0], user("two?")]
     rendered = codec.tokenizer.apply_chat_template(history, tokenize=False)
     assert "thoughts" not in rendered
-    place = transcript.place(codec, history, None)
+    place = transcript.take_segment(codec, history, None)
     assert not place.is_new and place.response_ids == ids
     transcript.put_back(place)
     stripped = [*messages, {**reply[0], "content": "yes"}, user("two?")]
-    assert transcript.place(codec, stripped, None).is_new
+    assert transcript.take_segment(codec, stripped, None).is_new
 
 
 def test_an_older_segment_is_gone_on_with_and_one_under_way_is_not(codec):
@@ -201,11 +201,12 @@ def test_an_older_segment_is_gone_on_with_and_one_under_way_is_not(codec):
     _, first = play(codec, transcript, [user("a")], [5, 6])
     _, other = play(codec, transcript, [user("b")], [7, 8])
     assert len(transcript.segments) == 2
-    place = transcript.place(codec, [user("a"), first[0], user("more")], None)
+    place = transcript.take_segment(codec, [user("a"), first[0], user("more")], None)
     assert place is transcript.segments[0]
-    assert transcript.place(codec, [user("a"), first[0], user("more")], None).is_new  # a retry beside it
+    # A retry beside it.
+    assert transcript.take_segment(codec, [user("a"), first[0], user("more")], None).is_new
     transcript.put_back(place)
-    assert transcript.place(codec, [user("a"), first[0], user("x")], None) is place
+    assert transcript.take_segment(codec, [user("a"), first[0], user("x")], None) is place
 
 
 def test_a_stop_string_is_cut_off_and_may_be_written_back(codec):
@@ -218,7 +219,7 @@ def test_a_stop_string_is_cut_off_and_may_be_written_back(codec):
     transcript = Transcript()
     play(codec, transcript, [user("a")], ids, stop="</search>")
     back = {"role": "assistant", "content": "<search> x</search>"}
-    assert not transcript.place(codec, [user("a"), back, user("b")], None).is_new
+    assert not transcript.take_segment(codec, [user("a"), back, user("b")], None).is_new
 
 
 def test_calls_become_tool_calls_and_come_back_as_an_extension(codec):
@@ -236,10 +237,10 @@ def test_calls_become_tool_calls_and_come_back_as_an_extension(codec):
     other_spelling = {**call, "function": {"name": "search", "arguments": '{ "q":"b" }'}}
     history = [*messages, {**reply[0], "tool_calls": [other_spelling]}]
     history.append({"role": "tool", "tool_call_id": call["id"], "content": "found"})
-    place = transcript.place(codec, history, [TOOL])
+    place = transcript.take_segment(codec, history, [TOOL])
     assert not place.is_new and "<tool_response>" in codec.codec.decode(place.new_ids)
     transcript.put_back(place)
-    assert transcript.place(codec, history, None).is_new  # other tools
+    assert transcript.take_segment(codec, history, None).is_new  # other tools
 
 
 def test_what_leaves_no_room_is_refused_before_long_texts_are_encoded(codec):
@@ -250,8 +251,8 @@ def test_what_leaves_no_room_is_refused_before_long_texts_are_encoded(codec):
     transcript = Transcript()
     _, reply = play(short, transcript, [user("a")], [5] * 100)
     with pytest.raises(ApiError, match="context_length_exceeded"):
-        transcript.place(short, [user("a"), reply[0], user("word " * 100)], None)
-    place = transcript.place(short, [user("a"), reply[0], user("b")], None)
+        transcript.take_segment(short, [user("a"), reply[0], user("word " * 100)], None)
+    place = transcript.take_segment(short, [user("a"), reply[0], user("b")], None)
     assert not place.is_new
 
 

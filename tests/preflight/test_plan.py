@@ -97,7 +97,7 @@ def test_rollouts_take_what_training_leaves_of_a_gpu_and_a_run_takes_what_the_pl
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size * GIB, size * GIB))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 4096, 10**6, taken=taken)
+    request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 4096, 10**6, training_bytes=taken)
     rows = max(rows_of_step(plan.config), plan.config.data.val_batch_size) // 8
     in_the_run = _kv_bytes(block.rollout, spec, request, sequences_at_once(1024, rows)) / GIB
     assert in_the_run == pytest.approx(gib_of(load, "rollout: KV cache"), rel=0.01)
@@ -176,7 +176,7 @@ def test_the_plan_is_what_the_tensors_of_a_real_update_take():
     """A PPO step's engines in one process: storages of all tensors after a backward pass and a step."""
     from verl.trainer.main_ppo import worker_classes
     from verl.utils.packing import pack_rows
-    from verl.workers.engine.base import Share
+    from verl.workers.engine.base import MicroBatchLoss
 
     rows = 2
     length = 24
@@ -210,14 +210,16 @@ def test_the_plan_is_what_the_tensors_of_a_real_update_take():
         worker.init_model()
         engine = worker.engine
         pack = pack_rows(batch, list(range(rows)), engine.device)
-        engine.forward_backward([pack], 1, lambda _, out: Share(out[0].square().sum(), {}), **options)
+        engine.forward_backward(
+            [pack], 1, lambda _, out: MicroBatchLoss(out[0].square().sum(), {}), **options
+        )
         assert expected[f"{owner}: weights"] == num_bytes(engine.module.parameters())
         assert expected[f"{owner}: gradients"] == num_bytes(p.grad for p in engine.module.parameters())
         engine.step()
         states = [x for values in engine.optimizer.state.values() for x in values.values()]
         in_all = num_bytes(x for x in states if torch.is_tensor(x))
         assert expected[f"{owner}: optimizer state"] == pytest.approx(in_all, rel=1e-3)
-    assert expected["reference: weights"] == num_bytes(actor.reference.own.module.parameters())
+    assert expected["reference: weights"] == num_bytes(actor.reference.own_engine.module.parameters())
     actor.start_rollout(config.data.train_batch_size)
     rollout = actor.rollout_engine
     with torch.no_grad():

@@ -17,7 +17,7 @@ from scripts import compare_algorithms  # noqa: E402
 
 
 def text_of(values, sign=""):
-    return compare_algorithms.format_interval(compare_algorithms.interval(np.array(values)), sign)
+    return compare_algorithms.format_interval(compare_algorithms.mean_with_interval(np.array(values)), sign)
 
 
 def test_an_interval_holds_95_percent_of_the_resampled_means():

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from scripts.real_model_report import LABELS, MODELS, compare, interval, read_results  # noqa: E402
+from scripts.real_model_report import LABELS, MODELS, compare, mean_with_interval, read_results  # noqa: E402
 
 TOWNS = ["Arlen", "Bora", "Cale", "Doria", "Elm", "Fenna", "Gorm", "Hale", "Ilse", "Jorn", "Kade", "Lira"]
 # two steps of two questions; a start that is long enough for the form of a search
@@ -161,7 +161,7 @@ def test_mistakes_are_said_before_anything_is_made(checkout, tmp_path):
 
 def test_an_interval_holds_the_mean_and_a_difference_goes_by_question():
     values = np.array([0.0, 1.0] * 100)
-    mean, low, high = interval(values)
+    mean, low, high = mean_with_interval(values)
     assert mean == 0.5 and 0.42 < low < 0.44 and 0.56 < high < 0.58
     old = {f"q{i}": {"em": value, "f1": 0.5, "searches": 1} for i, value in enumerate(values)}
     old = {name: line | {"documents_hold_answer": 1.0} for name, line in old.items()}

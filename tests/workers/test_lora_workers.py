@@ -38,7 +38,7 @@ def test_rollouts_sample_from_the_merged_weights_of_each_update(make_group, mode
 def test_with_lora_the_reference_is_the_base_in_the_same_engine(make_group, model_path):
     base = log_probs(actor_group(make_group, model_path, role="actor"))
     group = actor_group(make_group, model_path, LORA)
-    assert group._worker.reference.own is None
+    assert group._worker.reference.own_engine is None
     assert torch.equal(reference(group), base)
     group.update_actor(make_batch(seed=1))
     group.update_actor(make_batch(seed=2))

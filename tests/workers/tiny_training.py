@@ -128,7 +128,7 @@ def make_actor(config: Config, world_size=1) -> DataParallelPPOActor:
     block = config.actor_rollout_ref
     precision = Precision.from_config(block.actor.fsdp_config, CPU)
     engine = TrainEngine(
-        load_policy(block.model, precision.model, reads=world_size == 1),
+        load_policy(block.model, precision.model, reads_weights=world_size == 1),
         precision,
         block.actor.fsdp_config,
         CPU,
@@ -137,9 +137,9 @@ def make_actor(config: Config, world_size=1) -> DataParallelPPOActor:
         block.actor.grad_clip,
         block.actor.ulysses_sequence_parallel_size,
     )
-    packed = block.model.use_remove_padding
-    num_sharing = block.actor.ulysses_sequence_parallel_size
-    limits = MicroBatchLimits.from_config(block.actor, "ppo", CPU, packed, num_sharing)
+    padded = not block.model.use_remove_padding
+    num_token_sharing = block.actor.ulysses_sequence_parallel_size
+    limits = MicroBatchLimits.from_config(block.actor, "ppo", CPU, padded, num_token_sharing)
     return DataParallelPPOActor(block.actor, engine, limits, block.rollout.temperature, block.rollout.n)
 
 
@@ -147,7 +147,7 @@ def make_critic(config: Config, world_size=1) -> DataParallelPPOCritic:
     block = config.critic
     precision = Precision.from_config(block.model.fsdp_config, CPU)
     engine = TrainEngine(
-        load_value_model(block.model, precision.model, reads=world_size == 1),
+        load_value_model(block.model, precision.model, reads_weights=world_size == 1),
         precision,
         block.model.fsdp_config,
         CPU,
@@ -156,9 +156,9 @@ def make_critic(config: Config, world_size=1) -> DataParallelPPOCritic:
         block.grad_clip,
         block.ulysses_sequence_parallel_size,
     )
-    packed = block.model.use_remove_padding
-    num_sharing = block.ulysses_sequence_parallel_size
-    limits = MicroBatchLimits.from_config(block, "ppo", CPU, packed, num_sharing)
+    padded = not block.model.use_remove_padding
+    num_token_sharing = block.ulysses_sequence_parallel_size
+    limits = MicroBatchLimits.from_config(block, "ppo", CPU, padded, num_token_sharing)
     return DataParallelPPOCritic(block, engine, limits)
 
 

@@ -75,7 +75,7 @@ class EnvironmentAgent:
         keeps = meta_info.get("keep_partial", False)
         loop = TrajectoryLoop(self, params, trajectories, groups=groups, keep_partial=keeps)
         loop.run()
-        return self.batch(trajectories, columns, self.figures(trajectories) | loop.load.metrics())
+        return self.batch(trajectories, columns, self.figures(trajectories) | loop.engine_load.metrics())
 
     def trajectories(self, gen_batch: DataProto) -> list[Trajectory]:
         """Make the trajectories of a batch's rows, new ones or continued ones."""

@@ -72,12 +72,16 @@ class TrajectoryLoop:
     It knows which session runs which trajectory, which actions are under way, and which trajectories have
     still to start. A trajectory moves through these states:
 
-        state     event, and the method that handles it                        next state
-        pending   there is room: `_start_pending` opens the environment        waiting, or running (`_begin`)
-        running   the engine ends the turn: `_handle`                          asking
-        asking    `_take_turns` passes the turn to the environment             waiting, or running (`_take`)
-        waiting   the environment or its observation arrives: `_join`          running (`_begin`, `_take`)
-        any       it is done, has no room, fails or is cut: `_finish`          ended
+        state          event, and the method that handles it          next state
+        pending        there is room: `_start_pending` opens its      waiting, or running (`_start_episode`)
+                       environment
+        running        the engine ends the turn: `_handle`            ready_to_step
+        ready_to_step  `_step_environments` passes the turn to the    waiting, or running (`_handle_output`)
+                       environment
+        waiting        the environment or its observation arrives:    running (`_start_episode`,
+                       `_handle_arrivals`                             `_handle_output`)
+        any            it is done, has no room, fails or is cut:      ended
+                       `_finish`
     """
 
     def __init__(
@@ -110,11 +114,11 @@ class TrajectoryLoop:
         self.num_in_flight = 0
         self.num_steps = 0
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
-        self.load = EngineLoad(self.engine)
+        self.engine_load = EngineLoad(self.engine)
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self.sessions: dict[int, Trajectory] = {}
         self.waiting: dict[int, PendingStep] = {}  # by row
-        self.asking: list[Trajectory] = []  # their environments have still to take their last turn
+        self.ready_to_step: list[Trajectory] = []  # their environments have still to take their last turn
         self.ended: list[tuple[Trajectory, Episode]] = []
         self.watch: StragglerWatch | None = None
         self.unstarted: deque[int] = deque()  # sessions without a token so far, in the order of opening
@@ -122,7 +126,7 @@ class TrajectoryLoop:
             self.watch = StragglerWatch(self.config.straggler_factor, groups)
             for trajectory in trajectories:
                 if trajectory.finish_reason:
-                    self.watch.skip(trajectory.row)
+                    self.watch.leave_out(trajectory.row)
 
     def run(self) -> None:
         """Run every trajectory to its end.
@@ -141,7 +145,7 @@ class TrajectoryLoop:
         if self.engine.has_runnable:
             completions = self.engine.step()
             self.num_steps += 1
-            self.load.sample(self.num_steps)
+            self.engine_load.sample(self.num_steps)
             if self.on_event is not None:
                 for session_id, trajectory in self.sessions.items():
                     text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
@@ -153,7 +157,7 @@ class TrajectoryLoop:
         else:
             raise RuntimeError(f"the engine stopped with {len(self.sessions)} sessions unfinished")
         self._cut_stragglers()
-        self._join()
+        self._handle_arrivals()
         self._start_pending()
 
     def end(self) -> None:
@@ -184,7 +188,7 @@ class TrajectoryLoop:
             trajectory = self.pending.popleft()
             self.num_in_flight += 1
             row = (trajectory.extras, trajectory.messages, trajectory.max_turns)
-            num_turns = len(trajectory.turns) - trajectory.is_asking
+            num_turns = len(trajectory.turns) - trajectory.is_at_environment
             try:
                 runner = self.environments[trajectory.env_class]
                 episode = runner.open(*row, num_turns, trajectory.kept_env)
@@ -194,21 +198,21 @@ class TrajectoryLoop:
             if isinstance(episode, Future):
                 self.waiting[trajectory.row] = PendingStep(trajectory, episode, self.num_steps)
             else:
-                self._begin(trajectory, episode)
-        self._take_turns()
+                self._start_episode(trajectory, episode)
+        self._step_environments()
 
-    def _begin(self, trajectory: Trajectory, episode: Episode) -> None:
+    def _start_episode(self, trajectory: Trajectory, episode: Episode) -> None:
         """Start a trajectory whose environment is ready."""
         trajectory.episode = episode
-        if trajectory.is_asking:  # it was kept in this state
+        if trajectory.is_at_environment:  # it was kept in this state
             self._note_start(trajectory)
-            self.asking.append(trajectory)
+            self.ready_to_step.append(trajectory)
             return
         if episode.messages is not None:  # its `init` shows these instead of the row's prompt
             if (ids := self._prompt_ids(trajectory, episode.messages)) is None:
                 return
             trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
-        self._go_on(trajectory)
+        self._start_turn(trajectory)
 
     def _handle(self, completions: list[Completion]) -> None:
         """Record the turns that ended in one step and pass them to their environments."""
@@ -222,21 +226,21 @@ class TrajectoryLoop:
             trajectory.version_last = completion.version_last
             text = self.codec.decode_turn(trajectory.response_ids[start:end])
             self._show(trajectory, text)
-            trajectory.num_shown = 0
+            trajectory.num_chars_shown = 0
             trajectory.stopped_by = completion.finish_reason
             trajectory.turns.append(Turn("step", text, start, end, version_first=version))
-            self.asking.append(trajectory)
-        self._take_turns()
+            self.ready_to_step.append(trajectory)
+        self._step_environments()
 
-    def _take_turns(self) -> None:
+    def _step_environments(self) -> None:
         """Pass finished turns to their environments, one call per environment.
 
         Immediate results are handled here, in the order of the turns. The rest are handled when they arrive.
         """
-        asking = self.asking
-        self.asking = []
+        ready_to_step = self.ready_to_step
+        self.ready_to_step = []
         by_class: dict[str, list[Trajectory]] = {}
-        for trajectory in asking:
+        for trajectory in ready_to_step:
             by_class.setdefault(trajectory.env_class, []).append(trajectory)
         results: dict[int, StepResult] = {}
         for env_class, members in by_class.items():
@@ -250,7 +254,7 @@ class TrajectoryLoop:
             outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
             results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
         due = self.num_steps + (self.config.search_delay_steps or 0)
-        for trajectory in asking:
+        for trajectory in ready_to_step:
             result = results[trajectory.row]
             if isinstance(result, ActionUnderWay):
                 turn = trajectory.turns[-1]
@@ -261,7 +265,7 @@ class TrajectoryLoop:
             elif isinstance(result, Future):
                 self.waiting[trajectory.row] = PendingStep(trajectory, result, due)
             else:
-                self._take(trajectory, result)
+                self._handle_output(trajectory, result)
 
     def _wait(self, news: Future[Any] | None) -> None:
         """Wait until the next observation arrives, a group is late, or `news` is done.
@@ -276,7 +280,7 @@ class TrajectoryLoop:
         futures = [step.future for step in self.waiting.values()] + ([] if news is None else [news])
         wait(futures, timeout, return_when=FIRST_COMPLETED)
 
-    def _join(self) -> None:
+    def _handle_arrivals(self) -> None:
         """Handle the environments that are ready and the observations that have arrived, or are due."""
         is_timed = self.config.search_delay_steps is not None
         ready = [
@@ -293,11 +297,11 @@ class TrajectoryLoop:
                 self._fail(trajectory, error)
                 continue
             if isinstance(result, Episode):
-                self._begin(trajectory, result)
+                self._start_episode(trajectory, result)
             else:
-                self._take(trajectory, result)
+                self._handle_output(trajectory, result)
 
-    def _take(self, trajectory: Trajectory, output: BaseTextEnvStepOutput | Exception) -> None:
+    def _handle_output(self, trajectory: Trajectory, output: BaseTextEnvStepOutput | Exception) -> None:
         """Go on with the environment's output for the last turn, or end the trajectory."""
         if isinstance(output, Exception):
             self._fail(trajectory, output)
@@ -334,7 +338,7 @@ class TrajectoryLoop:
         except Exception as error:
             self._fail(trajectory, error)
             return
-        self._go_on(trajectory, ids)
+        self._start_turn(trajectory, ids)
 
     def _begin_context(self, trajectory: Trajectory, messages: Sequence[Message]) -> None:
         """Go on with another conversation, in another session."""
@@ -348,7 +352,7 @@ class TrajectoryLoop:
             self.engine.close(trajectory.session_id)
             trajectory.session_id = None
         trajectory.begin_context(ids)
-        self._go_on(trajectory)
+        self._start_turn(trajectory)
 
     def _prompt_ids(self, trajectory: Trajectory, messages: Sequence[Message]) -> list[int] | None:
         """Return the tokens of a conversation. If it has none, end the trajectory and return None."""
@@ -369,10 +373,10 @@ class TrajectoryLoop:
             trajectory.error = str(error)
         if trajectory.turns:
             trajectory.turns[-1].error = trajectory.error
-        trajectory.mask()
+        trajectory.mask_all()
         self._finish(trajectory, reason)
 
-    def _go_on(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
+    def _start_turn(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
         """Start the next turn of a trajectory, or end it if there is no room.
 
         Args:
@@ -452,7 +456,7 @@ class TrajectoryLoop:
                 self._note_start(trajectory)
             self.unstarted.popleft()
         for rows in self.watch.late(self._now()):
-            self.watch.cut(rows)
+            self.watch.exclude_from_times(rows)
             for row in rows:
                 self._cut(self.live[row])
 
@@ -469,7 +473,7 @@ class TrajectoryLoop:
             trajectory.kept_env = None if under_way else environment.pickle_env(episode)
             is_kept = trajectory.kept_env is not None
         if not is_kept:
-            trajectory.mask()
+            trajectory.mask_all()
             self._finish(trajectory, "cut")
             return
         if trajectory.session_id is not None:
@@ -496,6 +500,6 @@ class TrajectoryLoop:
             trajectory: The trajectory of the turn.
             text: The text of the whole turn so far.
         """
-        if self.on_event is not None and (new_text := text[trajectory.num_shown :]):
-            trajectory.num_shown = len(text)
+        if self.on_event is not None and (new_text := text[trajectory.num_chars_shown :]):
+            trajectory.num_chars_shown = len(text)
             self._emit("text", trajectory, new_text)

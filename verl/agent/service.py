@@ -29,7 +29,8 @@ class TrajectoryService(TrajectoryLoop):
     def __init__(self, agent: EnvironmentAgent) -> None:
         super().__init__(agent, agent.sampling_params({}), [])
         self._waiting_weights: Callable[[], None] | None = None  # called when no turn is under way
-        self._held: list[tuple[Trajectory, Sequence[int] | None]] = []  # turns that wait for the weights
+        # turns that wait for the weights
+        self._held_turns: list[tuple[Trajectory, Sequence[int] | None]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -75,7 +76,7 @@ class TrajectoryService(TrajectoryLoop):
             under_way = self.waiting.pop(trajectory.row, None)
             if under_way is not None and not under_way.future.cancel():
                 under_way.future.add_done_callback(partial(self._close_late, trajectory))
-            self._held = [turn for turn in self._held if turn[0] is not trajectory]
+            self._held_turns = [turn for turn in self._held_turns if turn[0] is not trajectory]
             self._finish(trajectory, "cut")
 
     def load_weights(self, load: Callable[[], None], turns_end_first: bool) -> None:
@@ -96,24 +97,24 @@ class TrajectoryService(TrajectoryLoop):
         self._waiting_weights = None
         assert load is not None
         load()
-        held_turns = self._held
-        self._held = []
+        held_turns = self._held_turns
+        self._held_turns = []
         for trajectory, token_ids in held_turns:
-            super()._go_on(trajectory, token_ids)
+            super()._start_turn(trajectory, token_ids)
 
-    def _go_on(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
+    def _start_turn(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
         if self._waiting_weights is None:
-            super()._go_on(trajectory, token_ids)
+            super()._start_turn(trajectory, token_ids)
         else:
-            self._held.append((trajectory, token_ids))
+            self._held_turns.append((trajectory, token_ids))
 
-    def continuations(self) -> list[Trajectory]:
+    def snapshot(self) -> list[Trajectory]:
         """Return all trajectories as they stand, for a checkpoint.
 
         Those that run are copied, and the copies end as "kept". A trajectory whose environment has a state of
         its own begins anew.
         """
-        observations = {trajectory.row: token_ids for trajectory, token_ids in self._held}
+        observations = {trajectory.row: token_ids for trajectory, token_ids in self._held_turns}
         copies = []
         for trajectory in self.live.values():
             if trajectory.finish_reason:

@@ -24,7 +24,8 @@ class StragglerWatch:
 
         Args:
             factor: A row is late after this many times the median time.
-            groups: The group of each row. Call `skip` for a row that was finished before the batch starts.
+            groups: The group of each row. Call `leave_out` for a row that was finished before the batch
+                starts.
         """
         self.factor = factor
         self._groups = list(groups)
@@ -36,7 +37,7 @@ class StragglerWatch:
         self._times: list[float] = []  # how long each ended row took, sorted
         self._num_rows = len(self._groups)
 
-    def skip(self, row: int) -> None:
+    def leave_out(self, row: int) -> None:
         """Leave out a row that was finished in an earlier step.
 
         It is a member of its group, but not of this batch.
@@ -51,7 +52,7 @@ class StragglerWatch:
     def has_started(self, row: int) -> bool:
         return row in self._started
 
-    def cut(self, rows: Sequence[int]) -> None:
+    def exclude_from_times(self, rows: Sequence[int]) -> None:
         """Note that these rows will end without counting among the times."""
         for row in rows:
             del self._started[row]

@@ -186,7 +186,7 @@ class Trajectory:
     session_id: int | None = None  # set while it runs, once it has a session
     stopped_by: str = "stop"  # why its last generation ended, as in `Completion`
     room: int = 0  # tokens that its context had left when it ended
-    num_shown: int = 0  # characters of its running turn that `on_event` was already given
+    num_chars_shown: int = 0  # characters of its running turn that `on_event` was already given
     seconds: tuple[float, float] = (0.0, 0.0)  # time in its environment's init, and in all its steps
     env_metrics: dict[str, Any] = field(default_factory=dict)
     error: str | None = None  # why its environment failed
@@ -238,7 +238,7 @@ class Trajectory:
         return self.prompt_ids + self.response_ids
 
     @property
-    def is_asking(self) -> bool:
+    def is_at_environment(self) -> bool:
         """Return whether the environment has the last turn, or had it when the trajectory was kept."""
         return bool(self.turns) and self.turns[-1].obs_start is None and not self.num_begun
 
@@ -268,7 +268,7 @@ class Trajectory:
         self.contexts.append(len(self.response_ids))
         self.add_observation(token_ids)
 
-    def mask(self) -> None:
+    def mask_all(self) -> None:
         """Exclude all tokens from training."""
         self.response_mask = [0] * len(self.response_ids)
         self.log_probs = [0.0] * len(self.response_ids)

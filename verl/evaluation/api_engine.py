@@ -34,7 +34,7 @@ from verl.workers.rollout.base import (
 
 MOST_IDS = 2**31 - 1
 STEP_SECONDS = 0.05  # time that `step` waits for a turn
-OF_REQUEST = (400, 413, 422)  # statuses that tell an error of one request
+REQUEST_ERROR_STATUSES = (400, 413, 422)  # statuses that tell an error of one request
 MOST_REFUSED = 20  # after this many refusals in a row, something is wrong with all requests
 _PIECE = re.compile("\0([a-z]*)\1([^\0]*)")
 
@@ -94,8 +94,9 @@ class ApiEngine(RolloutEngine[ApiSession]):
     Attributes:
         usage: Seed of a rollout -> number of tokens that the server says it has read ("prompt_tokens") and
             written ("completion_tokens").
-        refused: Seed of a rollout -> the reason why the server refused one of its requests (OF_REQUEST), but
-            not those of others. Its turn is empty, and nobody knows the rollout's worth.
+        refused: Seed of a rollout -> the reason why the server refused one of its requests
+            (REQUEST_ERROR_STATUSES), but not those of others. Its turn is empty, and nobody
+            knows the rollout's worth.
     """
 
     session_class = ApiSession
@@ -147,7 +148,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
 
     @property
     def has_runnable(self) -> bool:
-        return bool(self._under_way or self._full)
+        return bool(self._under_way or self._without_room)
 
     def _queue(self, session: ApiSession) -> None:
         self._under_way.add(session.session_id)
@@ -165,7 +166,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
         completions: list[Completion] = []
         while True:
             try:
-                item = self._ended.get(timeout=0.0 if completions or self._full else STEP_SECONDS)
+                item = self._ended.get(timeout=0.0 if completions or self._without_room else STEP_SECONDS)
             except queue.Empty:
                 return completions
             if isinstance(item, Exception):
@@ -179,11 +180,11 @@ class ApiEngine(RolloutEngine[ApiSession]):
 
     async def _turn(self, session: ApiSession) -> None:
         try:
-            ids, stop_string, reason = await self._sampled(session)
+            ids, stop_string, reason = await self._request_turn(session)
             self._refused_in_a_row = 0
         except RequestFailed as error:
             self._refused_in_a_row += 1
-            if error.status not in OF_REQUEST or self._refused_in_a_row >= MOST_REFUSED:
+            if error.status not in REQUEST_ERROR_STATUSES or self._refused_in_a_row >= MOST_REFUSED:
                 self._ended.put(error)
                 return
             self.refused[session.params.seed] = str(error)
@@ -201,7 +202,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
         self._generated_tokens += len(ids)
         self._ended.put(session.end_turn(reason, stop_string, self.version))
 
-    async def _sampled(self, session: ApiSession) -> tuple[list[int], str | None, str]:
+    async def _request_turn(self, session: ApiSession) -> tuple[list[int], str | None, str]:
         """Return ids, stop string and reason of a turn. Raises RequestFailed."""
         reply = await self._ask(session)
         choice = reply["choices"][0]

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
-LOST = ("unverified", "env_failed", "search_failed")  # finish reasons of rollouts without a known reward
+# The finish reasons of rollouts without a known reward.
+UNKNOWN_REWARD_REASONS = ("unverified", "env_failed", "search_failed")
 
 
-def interval(values: Sequence[float] | np.ndarray) -> list[float]:
+def mean_with_interval(values: Sequence[float] | np.ndarray) -> list[float]:
     """Return [mean, low, high] of one value per example.
 
     The bounds hold 95 % of the means of as many examples, drawn with replacement (percentile bootstrap, Efron
@@ -31,9 +32,9 @@ def interval(values: Sequence[float] | np.ndarray) -> list[float]:
     return [float(array.mean()), float(low), float(high)]
 
 
-def rollout_seed(seed: int, place: tuple[int, int]) -> int:
+def rollout_seed(seed: int, rollout_id: tuple[int, int]) -> int:
     """Return 63 bits for the sampling of (example, number of its rollout)."""
-    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(np.random.SeedSequence([seed, *rollout_id]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def pass_at(num: int, num_solved: int, j: int) -> float:
@@ -85,7 +86,9 @@ def _figures(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any
     }
     for name, key in ((f"avg@{k}", "reward"), ("em", "em"), ("f1", "f1")):
         if groups:
-            figures[name] = interval([float(np.mean([line[key] for line in group])) for group in groups])
+            figures[name] = mean_with_interval(
+                [float(np.mean([line[key] for line in group])) for group in groups]
+            )
     for j in range(1, k + 1):
         shares = [
             pass_at(len(group), sum(line["reward"] >= solved_at for line in group), j)
@@ -93,7 +96,7 @@ def _figures(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any
             if len(group) >= j
         ]
         if shares:
-            figures[f"pass@{j}"] = interval(shares)
+            figures[f"pass@{j}"] = mean_with_interval(shares)
     verified_lines = [line for group in groups for line in group]
     for name in ("searches", "completion_len"):
         figures[name] = float(np.mean([line[name] for line in verified_lines])) if verified_lines else None
@@ -104,7 +107,7 @@ def _figures(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any
                 values = [value for line in group if (value := (line.get(block) or {}).get(name)) is not None]
                 means += [float(np.mean(values))] if values else []
             if means:
-                figures[name] = interval(means)
+                figures[name] = mean_with_interval(means)
     for name in ("prompt_tokens", "completion_tokens", "cost"):
         if lines and name in lines[0]:
             figures[name] = sum(line[name] for line in lines)

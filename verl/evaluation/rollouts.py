@@ -28,7 +28,7 @@ from verl.agent.agent import EnvironmentAgent
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
 from verl.evaluation.api_engine import ApiEngine
-from verl.evaluation.figures import LOST, rollout_seed, summarize
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS, rollout_seed, summarize
 from verl.evaluation.similarity import retrieval_effect, similarity
 from verl.protocol import object_array
 from verl.trainer.ppo.collection import prompt_batch, with_seeds
@@ -43,7 +43,7 @@ SAY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Asking:
+class EvaluationSettings:
     """The settings with which a benchmark is asked.
 
     Attributes:
@@ -67,56 +67,69 @@ class Asking:
     similarity: bool = False
 
 
-Place = tuple[int, int]  # (example, number of its rollout)
+RolloutId = tuple[int, int]  # (example, number of its rollout)
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedRollout:
     """A rollout that is over.
 
     Attributes:
-        place: The example and the number of its rollout.
+        rollout_id: The example and the number of its rollout.
         row: The row of the example.
         trajectory: The trajectory.
         seconds: Number of seconds from its first request to its end.
     """
 
-    place: Place
+    rollout_id: RolloutId
     row: Mapping[str, Any]
     trajectory: Trajectory
     seconds: float
 
 
 def rollouts(
-    agent: EnvironmentAgent, dataset: RLHFDataset, places: Sequence[Place], asking: Asking
-) -> Iterator[list[Ended]]:
-    """Run all places, and yield those that ended as soon as they have."""
+    agent: EnvironmentAgent,
+    dataset: RLHFDataset,
+    rollout_ids: Sequence[RolloutId],
+    evaluation_settings: EvaluationSettings,
+) -> Iterator[list[FinishedRollout]]:
+    """Run all rollouts, and yield those that ended as soon as they have."""
     service = TrajectoryService(agent)
-    waiting = deque(places)
+    waiting = deque(rollout_ids)
     numbers = count()
-    live: dict[int, tuple[Place, Mapping[str, Any], float]] = {}
-    sampling = {"do_sample": asking.temperature > 0, "temperature": asking.temperature, "top_p": 1.0}
+    live: dict[int, tuple[RolloutId, Mapping[str, Any], float]] = {}
+    sampling = {
+        "do_sample": evaluation_settings.temperature > 0,
+        "temperature": evaluation_settings.temperature,
+        "top_p": 1.0,
+    }
     sampling |= {"top_k": -1, "min_p": 0.0, "validate": True}
     try:
         while waiting or live:
-            new_places = [waiting.popleft() for _ in range(min(len(waiting), asking.concurrency - len(live)))]
-            if new_places:
-                rows = [dataset[example] for example, _ in new_places]
-                seeds = torch.tensor([rollout_seed(asking.seed, place) for place in new_places])
+            new_rollout_ids = [
+                waiting.popleft()
+                for _ in range(min(len(waiting), evaluation_settings.concurrency - len(live)))
+            ]
+            if new_rollout_ids:
+                rows = [dataset[example] for example, _ in new_rollout_ids]
+                seeds = torch.tensor(
+                    [rollout_seed(evaluation_settings.seed, rollout_id) for rollout_id in new_rollout_ids]
+                )
                 batch = with_seeds(prompt_batch(rows, "evaluation"), seeds, **sampling)
                 trajectories = agent.trajectories(batch)
                 params = agent.sampling_params(batch.meta_info)
-                for place, row, trajectory in zip(new_places, rows, trajectories, strict=True):
+                for rollout_id, row, trajectory in zip(new_rollout_ids, rows, trajectories, strict=True):
                     trajectory.row = next(numbers)
                     trajectory.params = params
-                    live[trajectory.row] = place, row, time.perf_counter()
+                    live[trajectory.row] = rollout_id, row, time.perf_counter()
                 service.add(trajectories)
             service.advance()
             if ended := service.take_finished():
                 now = time.perf_counter()
                 finished = [(live.pop(trajectory.row), trajectory) for trajectory in ended]
                 yield [
-                    Ended(place, row, trajectory, now - began) for (place, row, began), trajectory in finished
+                    FinishedRollout(rollout_id, row, trajectory, now - began)
+                    for (rollout_id, row, began), trajectory in finished
                 ]
     finally:
         service.end()
@@ -174,30 +187,34 @@ class Benchmark:
                 f"{self.folder} was begun with other settings: {changes}. Use those, or give another --out."
             )
 
-    def run(self, agent: EnvironmentAgent, reward_fn: RewardManager, asking: Asking) -> dict[str, Any]:
+    def run(
+        self, agent: EnvironmentAgent, reward_fn: RewardManager, evaluation_settings: EvaluationSettings
+    ) -> dict[str, Any]:
         """Ask what has no result yet, write the three files, and return the summary."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(self.folder / "settings.json", to_json(self.settings) + "\n")
         lines = read_lines(self.results)
         verified = [line for line in lines if line["reward"] is not None]
-        self._spend([line for line in lines if line["reward"] is None])
+        self._add_spent([line for line in lines if line["reward"] is None])
         write_lines(self.results, verified)
         done = {(line["example_id"], line["rollout_idx"]) for line in verified}
-        all_places = [(example, i) for example in range(len(self.dataset)) for i in range(asking.rollouts)]
-        places = [place for place in all_places if place not in done]
+        all_rollout_ids = [
+            (example, i) for example in range(len(self.dataset)) for i in range(evaluation_settings.rollouts)
+        ]
+        rollout_ids = [rollout_id for rollout_id in all_rollout_ids if rollout_id not in done]
         texts = TokenTexts(agent.tokenizer)
         jobs = list[Future[None]]()
         num_done = len(done)
         began = time.monotonic()
         with ThreadPoolExecutor(1, "scoring") as scoring, self.results.open("a", encoding="utf-8") as file:
 
-            def write(ended: list[Ended]) -> None:
-                for line in self._lines(ended, agent, reward_fn, texts, asking):
+            def write(ended: list[FinishedRollout]) -> None:
+                for line in self._lines(ended, agent, reward_fn, texts, evaluation_settings):
                     file.write(to_json(line) + "\n")
                 file.flush()
 
             try:
-                for ended in rollouts(agent, self.dataset, places, asking):
+                for ended in rollouts(agent, self.dataset, rollout_ids, evaluation_settings):
                     jobs.append(scoring.submit(write, ended))
                     while jobs and jobs[0].done():
                         jobs.pop(0).result()
@@ -205,7 +222,7 @@ class Benchmark:
                     if time.monotonic() - began > SAY_SECONDS:
                         began = time.monotonic()
                         print(
-                            f"{self.name}: {num_done} of {len(all_places)} rollouts",
+                            f"{self.name}: {num_done} of {len(all_rollout_ids)} rollouts",
                             file=sys.stderr,
                             flush=True,
                         )
@@ -214,20 +231,20 @@ class Benchmark:
                     job.result()
                 if isinstance(agent.engine, ApiEngine):  # rollouts that were broken off were paid for, too
                     usages = list(agent.engine.usage.values())
-                    self._spend([_priced(usage, asking) for usage in usages])
+                    self._add_spent([_priced(usage, evaluation_settings) for usage in usages])
                     agent.engine.usage.clear()
-        return self.report(asking.solved_at)
+        return self.report(evaluation_settings.solved_at)
 
     def _lines(
         self,
-        ended: list[Ended],
+        ended: list[FinishedRollout],
         agent: EnvironmentAgent,
         reward_fn: RewardManager,
         texts: TokenTexts,
-        asking: Asking,
+        evaluation_settings: EvaluationSettings,
     ) -> Iterator[dict[str, Any]]:
         rows = prompt_batch([dict(rollout.row) for rollout in ended], "evaluation").non_tensor_batch
-        rows["uid"] = object_array([f"{rollout.place[0]}" for rollout in ended])
+        rows["uid"] = object_array([f"{rollout.rollout_id[0]}" for rollout in ended])
         batch = agent.batch([rollout.trajectory for rollout in ended], rows, {})
         began = time.perf_counter()
         answers = score_answers(batch, reward_fn)
@@ -240,11 +257,13 @@ class Benchmark:
             extra = record["extra_info"]
             engine = agent.engine if isinstance(agent.engine, ApiEngine) else None
             refused = None if engine is None else engine.refused.pop(rollout.trajectory.seed, None)
-            reward = None if score is None or reason in LOST or refused else float(score)
+            reward = None if score is None or reason in UNKNOWN_REWARD_REASONS or refused else float(score)
             line = {
-                "example_id": rollout.place[0],
-                "rollout_idx": rollout.place[1],
-                "task": str(extra.get(asking.category)) if asking.category else record["data_source"],
+                "example_id": rollout.rollout_id[0],
+                "rollout_idx": rollout.rollout_id[1],
+                "task": str(extra.get(evaluation_settings.category))
+                if evaluation_settings.category
+                else record["data_source"],
                 "prompt": trajectory["prompt_text"],
                 "completion": "".join(record["tokens"]),
                 "reward": reward,
@@ -259,19 +278,19 @@ class Benchmark:
                 "info": extra,
                 "retrieval": retrieval_effect(trajectory, extra.get("gold_titles"), record["answer"]),
             }
-            if asking.similarity:
+            if evaluation_settings.similarity:
                 line["similarity"] = similarity(record["answer"] or "", record["gold"])
                 if self.encode is not None:
                     vectors = self.encode([record["answer"] or "", *record["gold"]])
                     line["similarity"]["answer_similarity"] = float((vectors[1:] @ vectors[0]).max())
             if engine is not None:
-                spent = _priced(engine.usage.pop(rollout.trajectory.seed, Counter()), asking)
+                spent = _priced(engine.usage.pop(rollout.trajectory.seed, Counter()), evaluation_settings)
                 length = spent["completion_tokens"] or line["completion_len"]
                 line |= {**spent, "completion_len": length, "refused": refused}
             record |= {"score": reward}
             yield line | {name: value for name, value in record.items() if name not in ("step", "extra_info")}
 
-    def _spend(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _add_spent(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Note what was paid for rollouts that have no line."""
         if sums := {name: sum(line[name] for line in lines) for name in PAID if lines and name in lines[0]}:
             spent_before = self._spent()
@@ -293,7 +312,9 @@ class Benchmark:
         figures |= {name: figures.get(name, 0) + value for name, value in self._spent().items()}
         summary = {"benchmark": self.name, **figures, "settings": self.settings}
         write_text_atomically(self.folder / "summary.json", to_json(summary, indent=2) + "\n")
-        rows = [[name, shown(value)] for name, value in figures.items() if not isinstance(value, dict)]
+        rows = [
+            [name, format_figure(value)] for name, value in figures.items() if not isinstance(value, dict)
+        ]
         shown_lines = [lines[i] for i in spread_rows(len(lines), PAGE_RECORDS)]
         records = [line | {"step": line["rollout_idx"], "extra_info": line["info"]} for line in shown_lines]
         tables = [{"title": self.name, "columns": ["", ""], "rows": rows}]
@@ -301,14 +322,14 @@ class Benchmark:
         return summary
 
 
-def _priced(usage: Mapping[str, int], asking: Asking) -> dict[str, float]:
+def _priced(usage: Mapping[str, int], evaluation_settings: EvaluationSettings) -> dict[str, float]:
     """Return the numbers of tokens that a rollout read and wrote, and what they cost."""
     num_read, num_written = (usage.get(name, 0) for name in PAID[:2])
-    cost = (num_read * asking.prices[0] + num_written * asking.prices[1]) / 1e6
+    cost = (num_read * evaluation_settings.prices[0] + num_written * evaluation_settings.prices[1]) / 1e6
     return {"prompt_tokens": num_read, "completion_tokens": num_written, "cost": cost}
 
 
-def shown(value: Any) -> str:
+def format_figure(value: Any) -> str:
     """Return a figure in a form for people, such as .412 [.381, .446] for [mean, low, high]."""
     if isinstance(value, list):
         mean, low, high = value

@@ -94,30 +94,32 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         if name not in (None, model):
             raise ApiError(404, "model_not_found", f"the model here is {model!r}, not {name!r}")
 
-    def turns_of(prompts: list[list[int]], given: requests.Sampling, max_tokens: int) -> list[EngineTurn]:
+    def turns_of(prompts: list[list[int]], sampling: requests.Sampling, max_tokens: int) -> list[EngineTurn]:
         """Make `n` turns of each prompt.
 
         Raises ValueError or ApiError if there are too many, or a prompt is too long.
         """
-        number = given.n or 1
+        number = sampling.n or 1
         if len(prompts) * number > requests.MAX_CHOICES:
             problem = f"{len(prompts)} prompts with n={number}"
             raise ValueError(f"{problem}; expected at most {requests.MAX_CHOICES} choices")
         for ids in prompts:
             codec.check_room(len(ids))
         engine.check_room(len(prompts) * number)
-        first_seed = secrets.randbits(62) if given.seed is None else given.seed
-        params = [given.params(codec, first_seed + i, max_tokens) for i in range(number)]
+        first_seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        params = [sampling.params(codec, first_seed + i, max_tokens) for i in range(number)]
         return [EngineTurn(ids, turn_params) for ids in prompts for turn_params in params]
 
-    async def answer(request: Request, turns: list[EngineTurn], form: Completions, run: Run) -> Response:
+    async def answer(
+        request: Request, turns: list[EngineTurn], answer_format: Completions, run: Run
+    ) -> Response:
         """Answer with the ends of the turns in the form that the client has asked for.
 
         A client that goes away ends its turns.
         """
-        if form.given.stream:
-            return StreamingResponse(streamed(turns, form, run), media_type="text/event-stream")
-        return as_json(form.whole(await unless_gone(request, map(run, turns))))
+        if answer_format.request.stream:
+            return StreamingResponse(streamed(turns, answer_format, run), media_type="text/event-stream")
+        return as_json(answer_format.whole(await unless_gone(request, map(run, turns))))
 
     @app.post("/inference/v1/generate")
     async def generate(
@@ -133,19 +135,19 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         return as_json({"choices": choices})
 
     @app.post("/v1/completions")
-    async def completions(request: Request, given: requests.CompletionRequest) -> Response:
-        check_model(given.model)
-        turns = turns_of(given.prompts(codec.encode), given, COMPLETION_TOKENS)
-        form = Completions(codec, model, given, [turn.token_ids for turn in turns])
-        return await answer(request, turns, form, engine.run)
+    async def completions(request: Request, body: requests.CompletionRequest) -> Response:
+        check_model(body.model)
+        turns = turns_of(body.prompts(codec.encode), body, COMPLETION_TOKENS)
+        answer_format = Completions(codec, model, body, [turn.token_ids for turn in turns])
+        return await answer(request, turns, answer_format, engine.run)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, given: requests.ChatRequest) -> Response:
-        check_model(given.model)
-        ids = codec.prompt_ids(given.history(), given.told_tools())
-        turns = turns_of([ids], given, codec.max_model_len)
-        form = Chat(codec, model, given, ids)
-        return await answer(request, turns, form, engine.run)
+    async def chat(request: Request, body: requests.ChatRequest) -> Response:
+        check_model(body.model)
+        ids = codec.prompt_ids(body.history(), body.visible_tools())
+        turns = turns_of([ids], body, codec.max_model_len)
+        answer_format = Chat(codec, model, body, ids)
+        return await answer(request, turns, answer_format, engine.run)
 
     @app.post("/sessions")
     async def open_session(
@@ -156,10 +158,12 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         return as_json({"session_id": session_id, "base_url": base_url})
 
     @app.post("/sessions/{session_id}/v1/chat/completions")
-    async def session_chat(request: Request, session_id: str, given: requests.ChatRequest) -> Response:
-        check_model(given.model)
-        turn, form, run = sessions.place(sessions.find(session_id, unfinished=True), given, model)
-        return await answer(request, [turn], form, run)
+    async def session_chat(request: Request, session_id: str, body: requests.ChatRequest) -> Response:
+        check_model(body.model)
+        turn, answer_format, run = sessions.prepare_turn(
+            sessions.find(session_id, unfinished=True), body, model
+        )
+        return await answer(request, [turn], answer_format, run)
 
     @app.get("/sessions/{session_id}")
     async def read_session(session_id: str) -> Response:
@@ -172,12 +176,12 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         return as_json(state | outcome | {"segments": segments})
 
     @app.post("/sessions/{session_id}/finish")
-    async def finish(session_id: str, given: requests.FinishRequest) -> Response:
+    async def finish(session_id: str, body: requests.FinishRequest) -> Response:
         session = sessions.find(session_id, unfinished=True)
         number = sum(len(segment.turns) for segment in session.transcript.segments)
-        if given.turn_rewards is not None and len(given.turn_rewards) != number:
-            raise ValueError(f"{len(given.turn_rewards)} turn_rewards; the session has {number} turns")
-        sessions.finish(session, given.model_dump())
+        if body.turn_rewards is not None and len(body.turn_rewards) != number:
+            raise ValueError(f"{len(body.turn_rewards)} turn_rewards; the session has {number} turns")
+        sessions.finish(session, body.model_dump())
         return as_json({"session_id": session_id, "finished": True})
 
     @app.delete("/sessions/{session_id}")
@@ -200,7 +204,7 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
 
         @app.post("/update_weights")
         async def update_weights(
-            weight_dir: Annotated[str, Body()], version: Annotated[int, Body(ge=0, le=requests.MOST)]
+            weight_dir: Annotated[str, Body()], version: Annotated[int, Body(ge=0, le=requests.MAX_INTEGER)]
         ) -> Response:
             """Load the weights of a folder with *.safetensors files of the whole model."""
             folder = Path(weight_dir)
@@ -213,20 +217,20 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
     return app
 
 
-async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> AsyncIterator[bytes]:
+async def streamed(turns: list[EngineTurn], answer_format: Completions, run: Run) -> AsyncIterator[bytes]:
     """Yield server-sent events of the turns as they go on, until all have ended."""
     news: asyncio.Queue[Iterator[Json] | Exception] = asyncio.Queue()
     results: list[TurnResult] = []
 
     async def play(index: int, turn: EngineTurn) -> None:
-        turn.on_tokens = lambda token_ids: news.put_nowait(form.news(index, token_ids))
+        turn.on_tokens = lambda token_ids: news.put_nowait(answer_format.news(index, token_ids))
         try:
             results.append(await run(turn))
-            news.put_nowait(form.ending(index, results[-1]))
+            news.put_nowait(answer_format.ending(index, results[-1]))
         except Exception as error:
             news.put_nowait(error)
 
-    news.put_nowait(form.opening())
+    news.put_nowait(answer_format.opening())
     tasks = [asyncio.ensure_future(play(index, turn)) for index, turn in enumerate(turns)]
     try:
         while len(results) < len(turns) or not news.empty():
@@ -235,7 +239,7 @@ async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> Asyn
                 raise chunks
             for chunk in chunks:
                 yield event(chunk)
-        for chunk in form.closing(results):
+        for chunk in answer_format.closing(results):
             yield event(chunk)
         yield STREAM_END
     except Exception as error:  # the status is sent already, so the error becomes an event

@@ -63,7 +63,7 @@ class ChatCodec:
 
         Raises ValueError if the template refuses them.
         """
-        prepared = self._shown(messages, tools)
+        prepared = self._template_messages(messages, tools)
         if not self._has_template:
             return self.encode("".join(message["content"] for message in prepared))
         try:
@@ -84,7 +84,7 @@ class ChatCodec:
         """
         if any(message["role"] == "assistant" for message in messages):
             return None
-        prepared = self._shown(messages, None)
+        prepared = self._template_messages(messages, None)
         text = "".join(message["content"] for message in prepared)
         self._check_length(text)
         if not self._has_template:
@@ -123,7 +123,9 @@ class ChatCodec:
             message["content"] = message["content"] or None
         return [message, *({**message, "content": spelling} for spelling in spellings)]
 
-    def _shown(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
+    def _template_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
+    ) -> list[dict[str, Any]]:
         """Return the messages in the form that the template takes.
 
         Contents are texts, and the arguments of calls are objects.
@@ -167,7 +169,7 @@ class ContextSegment:
         new_ids: The tokens before the turn under way, or all tokens of a new segment.
         key: The digest of its history.
         seed: The seed of its turns if the client gives none.
-        ends: The digests of the histories that it continues, as in `Transcript`.
+        history_keys: The digests of the histories that it continues, as in `Transcript`.
     """
 
     prompt_ids: list[int]
@@ -180,7 +182,7 @@ class ContextSegment:
     new_ids: list[int] = field(default_factory=list)
     key: bytes = b""
     seed: int = field(default_factory=partial(secrets.randbits, 63))
-    ends: list[bytes] = field(default_factory=list)
+    history_keys: list[bytes] = field(default_factory=list)
 
     @property
     def is_new(self) -> bool:
@@ -204,7 +206,7 @@ class Transcript:
         self.segments: list[ContextSegment] = []
         self._ends: dict[bytes, ContextSegment] = {}  # by the digest of tools, messages and the last reply
 
-    def place(
+    def take_segment(
         self, codec: ChatCodec, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
     ) -> ContextSegment:
         """Take out the segment of a request until `add` or `put_back`.
@@ -215,7 +217,7 @@ class Transcript:
         """
         keys = [_digest(b"", tools)]
         for message in messages:
-            keys.append(_digest(keys[-1], _compared(message)))
+            keys.append(_digest(keys[-1], _identity(message)))
         for length in range(len(messages), 0, -1):
             segment = self._ends.get(keys[length])
             if segment is None:
@@ -237,7 +239,7 @@ class Transcript:
 
     def put_back(self, segment: ContextSegment) -> None:
         """Put back a segment whose turn was not sampled."""
-        self._ends |= dict.fromkeys(segment.ends, segment)
+        self._ends |= dict.fromkeys(segment.history_keys, segment)
 
     def add(self, segment: ContextSegment, result: TurnResult, reply: list[dict[str, Any]]) -> None:
         """Add the turn that was sampled, and what `ChatCodec.reply` made of it."""
@@ -249,11 +251,11 @@ class Transcript:
         start = len(segment.response_ids)
         segment.add(result.token_ids, 1, result.log_probs, result.versions)
         segment.turns.append((start, len(segment.response_ids)))
-        segment.ends = [_digest(segment.key, _compared(message)) for message in reply]
-        self._ends |= dict.fromkeys(segment.ends, segment)
+        segment.history_keys = [_digest(segment.key, _identity(message)) for message in reply]
+        self._ends |= dict.fromkeys(segment.history_keys, segment)
 
 
-def _compared(message: Mapping[str, Any]) -> list[Any]:
+def _identity(message: Mapping[str, Any]) -> list[Any]:
     """Return what two messages must have in common to be the same one."""
     names = ("role", "tool_call_id", "name")
     return [text_of(message), calls_of(message), *(message.get(name) for name in names)]

@@ -61,7 +61,7 @@ class EngineTurn:
         token_ids: A prompt, or the tokens that follow in the engine's session `session_id`.
         params: The sampling of the turn.
         session_id: The engine's session. None means that the turn opens one.
-        keeps: Whether the session stays open when the turn has ended.
+        keeps_session: Whether the session stays open when the turn has ended.
         on_tokens: Called in the event loop with all tokens of the turn so far.
         ended: The future of the result.
         updates: For each update of the weights during the turn, (number of tokens at that time, version until
@@ -73,7 +73,7 @@ class EngineTurn:
     token_ids: list[int]
     params: SamplingParams
     session_id: int | None = None
-    keeps: bool = False
+    keeps_session: bool = False
     on_tokens: Callable[[list[int]], None] | None = None
     ended: Future[TurnResult] = field(default_factory=Future)
     updates: list[tuple[int, int]] = field(default_factory=list)
@@ -174,7 +174,7 @@ class EngineThread:
             under_way = [turn.ended for turn in self._live.values()]
             while mode == "abort" and self._live:
                 session_id, turn = self._live.popitem()
-                turn.keeps = False
+                turn.keeps_session = False
                 version = self.engine.version
                 ids, log_probs, _ = self.engine.partial(session_id)
                 completion = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
@@ -271,9 +271,9 @@ class EngineThread:
         versions = list[int]()
         for length, version in [*turn.updates, (len(ids), ended.version_last)]:
             versions += [version] * (length - len(versions))
-        if not turn.keeps:
+        if not turn.keeps_session:
             self.engine.close(ended.session_id)
-        session_id = ended.session_id if turn.keeps else None
+        session_id = ended.session_id if turn.keeps_session else None
         return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, session_id)
 
     def _begin(self, turn: EngineTurn) -> None:

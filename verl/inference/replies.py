@@ -12,7 +12,7 @@ from verl.inference.engine_thread import TurnResult
 from verl.inference.requests import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
-Given = ChatRequest | CompletionRequest
+AnyRequest = ChatRequest | CompletionRequest
 
 
 def choice_of(index: int, result: TurnResult) -> Json:
@@ -56,23 +56,23 @@ class Completions:
     name = chunk_name = "text_completion"
     has_tools = False
 
-    def __init__(self, codec: ChatCodec, model: str, given: Given, prompts: list[list[int]]) -> None:
+    def __init__(self, codec: ChatCodec, model: str, request: AnyRequest, prompts: list[list[int]]) -> None:
         """Create the answer.
 
         Args:
             codec: The tokenizer's side of the API.
             model: The name of the model.
-            given: The request.
+            request: The request.
             prompts: The prompt of each choice.
         """
         self.codec = codec
-        self.given = given
+        self.request = request
         self.prompts = prompts
         self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.texts = [GrowingText(codec) for _ in prompts]
 
     def reply(self, result: TurnResult) -> list[Json]:
-        keeps_stop = bool(self.given.include_stop_str_in_output)
+        keeps_stop = bool(self.request.include_stop_str_in_output)
         return self.codec.reply(result.token_ids, result.stop_string, self.has_tools, keeps_stop)
 
     def whole(self, results: Sequence[TurnResult]) -> Json:
@@ -88,7 +88,7 @@ class Completions:
         return choice_of(index, result) | details | {"text": "" if is_piece else message["content"]}
 
     def _log_probs(self, result: TurnResult) -> Json | None:
-        if self.given.logprobs is None:
+        if self.request.logprobs is None:
             return None
         tokens = [self._bytes_of(token_id).decode(errors="replace") for token_id in result.token_ids]
         offsets = [0]
@@ -125,7 +125,7 @@ class Completions:
         """Yield what can be shown of a turn under way. `token_ids` are all its tokens so far."""
         growing = self.texts[index]
         text = growing.grow(token_ids)
-        limit = stream_limit(text, self.given.stops, self.has_tools)
+        limit = stream_limit(text, self.request.stops, self.has_tools)
         if limit > growing.num_shown:
             new_text = text[growing.num_shown : limit]
             growing.num_shown = limit
@@ -141,7 +141,7 @@ class Completions:
         yield self._chunk(self._choice(index, result, message, is_piece=True))
 
     def closing(self, results: Sequence[TurnResult]) -> Iterator[Json]:
-        options = self.given.stream_options
+        options = self.request.stream_options
         if options is not None and options.include_usage:
             yield self._chunk(usage=self._usage(results))
 
@@ -152,10 +152,10 @@ class Chat(Completions):
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, codec: ChatCodec, model: str, given: ChatRequest, prompt: list[int]) -> None:
-        super().__init__(codec, model, given, [prompt] * (given.n or 1))
+    def __init__(self, codec: ChatCodec, model: str, request: ChatRequest, prompt: list[int]) -> None:
+        super().__init__(codec, model, request, [prompt] * (request.n or 1))
         self.head["id"] = f"chatcmpl-{uuid.uuid4().hex}"
-        self.has_tools = given.told_tools() is not None
+        self.has_tools = request.visible_tools() is not None
 
     def whole(self, results: Sequence[TurnResult]) -> Json:
         return super().whole(results) | {"prompt_token_ids": self.prompts[0]}
@@ -167,7 +167,7 @@ class Chat(Completions):
         return choice | ({"delta": {}} if is_piece else {"message": message})
 
     def _log_probs(self, result: TurnResult) -> Json | None:
-        if not self.given.logprobs:
+        if not self.request.logprobs:
             return None
         content = []
         for token_id, log_prob in zip(result.token_ids, result.log_probs, strict=True):

@@ -11,7 +11,7 @@ from verl.inference.chat import ChatCodec
 from verl.workers.rollout.base import SamplingParams
 
 MAX_CHOICES = 128  # of one request
-MOST = 2**62
+MAX_INTEGER = 2**62
 _REFUSED = {  # parameters that this engine does not support
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
     *("stop_token_ids", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio"),
@@ -37,12 +37,12 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-MOST, le=MOST)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -119,7 +119,7 @@ class ChatRequest(Sampling):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolDescription] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -138,7 +138,7 @@ class ChatRequest(Sampling):
             for message in messages
         ]
 
-    def told_tools(self) -> list[dict[str, Any]] | None:
+    def visible_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]

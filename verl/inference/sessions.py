@@ -97,7 +97,9 @@ class Sessions:
             if session.last_used <= limit and not session.under_way:
                 self.finish(self.held.pop(session.session_id), session.outcome or {})
 
-    def place(self, session: AgentSession, given: ChatRequest, model: str) -> tuple[EngineTurn, Chat, Run]:
+    def prepare_turn(
+        self, session: AgentSession, request: ChatRequest, model: str
+    ) -> tuple[EngineTurn, Chat, Run]:
         """Return a request's turn, the form of its answer, and the function that runs it.
 
         The turn goes on with the engine's session of its segment, or opens one with all the segment's tokens.
@@ -107,19 +109,21 @@ class Sessions:
                 messages.
             ApiError: If the messages or the turn have no room, or the engine has failed.
         """
-        if given.n not in (None, 1):
-            raise ValueError(f"n is {given.n}; a session is one line of play: expected 1")
+        if request.n not in (None, 1):
+            raise ValueError(f"n is {request.n}; a session is one line of play: expected 1")
         self.engine.check_room()
-        segment = session.transcript.place(self.codec, given.history(), given.told_tools())
+        segment = session.transcript.take_segment(self.codec, request.history(), request.visible_tools())
         new_ids = segment.new_ids
         old_ids = segment.prompt_ids + segment.response_ids
         all_ids = old_ids if segment.is_new else old_ids + new_ids
         is_resumed = segment.engine_session is not None
         num_drawn = 0 if is_resumed else sum(segment.response_mask)
-        seed = segment.seed if given.seed is None else given.seed
-        params = given.params(self.codec, seed, self.codec.max_model_len, num_drawn)
-        turn = EngineTurn(new_ids if is_resumed else all_ids, params, segment.engine_session, keeps=True)
-        form = Chat(self.codec, model, given, all_ids)
+        seed = segment.seed if request.seed is None else request.seed
+        params = request.params(self.codec, seed, self.codec.max_model_len, num_drawn)
+        turn = EngineTurn(
+            new_ids if is_resumed else all_ids, params, segment.engine_session, keeps_session=True
+        )
+        answer_format = Chat(self.codec, model, request, all_ids)
 
         async def run(turn: EngineTurn) -> TurnResult:
             task = asyncio.ensure_future(self.engine.run(turn))
@@ -138,7 +142,7 @@ class Sessions:
                 session.under_way.discard(task)
                 session.last_used = time.monotonic()
             segment.engine_session = result.session_id
-            session.transcript.add(segment, result, form.reply(result))
+            session.transcript.add(segment, result, answer_format.reply(result))
             return result
 
-        return turn, form, run
+        return turn, answer_format, run

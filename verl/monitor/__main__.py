@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def shown(value: float | None) -> str:
+def format_figure(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -67,7 +67,7 @@ def figures(runs: list[Run]) -> Table:
     for name in TABLE:
         values = [run.last(name) for run in runs]
         if any(value is not None for value in values):
-            table.add_row(name, *map(shown, values))
+            table.add_row(name, *map(format_figure, values))
     return table
 
 
@@ -124,13 +124,18 @@ def main(argv: list[str] | None = None) -> int:
     newest: Callable[[int], list[Run]] = lambda count: runs_below(options.root)[:count]  # noqa: E731
     try:
         if options.project is not None:
-            from verl.monitor.wandb_runs import opener
+            from verl.monitor.wandb_runs import run_openers
 
-            open_run, newest = opener(options.project, options.entity)
+            open_run, newest = run_openers(options.project, options.entity)
         if options.list:
             table = Table(Column("run", overflow="fold"), "state", "step", "reward", "EM", "last line")
             for run in newest(options.num_runs):
-                cells = (run.state, str(run.step), shown(run.last("reward")), shown(run.last("EM")))
+                cells = (
+                    run.state,
+                    str(run.step),
+                    format_figure(run.last("reward")),
+                    format_figure(run.last("EM")),
+                )
                 name = run.folder if options.project else run.folder.relative_to(options.root)
                 table.add_row(Text(str(name)), *cells, f"{run.age / 3600:,.1f} h ago")
             console.print(table)

@@ -23,7 +23,7 @@ def page_data(folders: Sequence[Path], open_run: Callable[[Path], Run] = Run) ->
     runs = [open_run(folder) for folder in folders]
     entries = []
     for run in runs:
-        _, counts = run.failures(0.0, 0, most_looked_at=200)
+        _, counts = run.failures(0.0, 0, max_scanned=200)
         figures = {name: run.last(name) for name in TABLE}
         entry = {"name": run.folder.name, "state": run.state, "step": run.step, "age": run.age}
         entries.append(entry | {"figures": figures, "tags": share_of_tags(counts)})

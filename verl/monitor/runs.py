@@ -89,14 +89,14 @@ class Run:
                 yield record | {"tags": tags_of(record), "environment": environment_of(record)}
 
     def failures(
-        self, threshold: float, most: int, most_looked_at: int | None = None
+        self, threshold: float, max_samples: int, max_scanned: int | None = None
     ) -> tuple[list[dict[str, Any]], dict[str, Counter[str]]]:
         """Return the newest rollouts below a reward, and counts of tags.
 
         Args:
             threshold: A rollout with a smaller reward, or without one, has failed.
-            most: Maximum number of rollouts to return.
-            most_looked_at: Number of the newest rollouts to look at. None means all that are kept.
+            max_samples: Maximum number of rollouts to return.
+            max_scanned: Number of the newest rollouts to look at. None means all that are kept.
 
         Returns:
             The failed rollouts; and for each environment how many rollouts have each tag ("rollouts" is their
@@ -104,11 +104,11 @@ class Run:
         """
         samples: list[dict[str, Any]] = []
         counts: dict[str, Counter[str]] = {}
-        for record in islice(self.records(), most_looked_at):
+        for record in islice(self.records(), max_scanned):
             score = record.get("score")
             tag_counts = counts.setdefault(record["environment"], Counter())
             tag_counts.update(["rollouts", *record["tags"]])
-            if len(samples) < most and (score is None or score < threshold):
+            if len(samples) < max_samples and (score is None or score < threshold):
                 samples.append(record)
         return samples, counts
 

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.evaluation.figures import LOST
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 
 TAGS: tuple[str, ...] = (
     "unverified",
@@ -89,7 +89,7 @@ def tags_of(record: Mapping[str, Any], solved_at: float = 1.0) -> list[str]:
     reason = trajectory["finish_reason"]
     reward = record["reward"] if "reward" in record else record.get("score")
     tags: set[str] = set()
-    if reward is None or reason in LOST:
+    if reward is None or reason in UNKNOWN_REWARD_REASONS:
         tags.add("unverified")
     if reason == "length":
         is_cut = trajectory.get("stopped_by", "length") == "length" and trajectory.get("room", 1) > 0

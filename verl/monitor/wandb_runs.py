@@ -56,7 +56,7 @@ class WandbRun(Run):
                 continue
             path = logged[ROLLOUTS_TABLE]["path"]
             with tempfile.TemporaryDirectory() as folder:
-                with told(f"the table of step {logged['step']} of {self.folder}"):
+                with readable_errors(f"the table of step {logged['step']} of {self.folder}"):
                     part.file(path).download(root=folder).close()
                 table = json.loads((Path(folder) / path).read_text(encoding="utf-8"))
             for cells in reversed(table["data"]):
@@ -65,16 +65,18 @@ class WandbRun(Run):
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def readable_errors(subject: str) -> Iterator[None]:
     """Raise ValueError in place of wandb's errors."""
     try:
         yield
     except Exception as error:  # there are many kinds, such as no key, no project or no network
         text = " ".join(str(error).split())[:300]
-        raise ValueError(f"wandb does not give {what}: {type(error).__name__}: {text}") from None
+        raise ValueError(f"wandb does not give {subject}: {type(error).__name__}: {text}") from None
 
 
-def opener(project: str, entity: str | None) -> tuple[Callable[[Path], WandbRun], Callable[[int], list[Run]]]:
+def run_openers(
+    project: str, entity: str | None
+) -> tuple[Callable[[Path], WandbRun], Callable[[int], list[Run]]]:
     """Return functions that open the runs of a project.
 
     Args:
@@ -89,7 +91,7 @@ def opener(project: str, entity: str | None) -> tuple[Callable[[Path], WandbRun]
         ValueError: If wandb does not give the project or a run.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
-    with told(f"project {project}"):
+    with readable_errors(f"project {project}"):
         api = import_module("wandb").Api()
         project_path = f"{entity or api.default_entity}/{project}"
 
@@ -100,7 +102,7 @@ def opener(project: str, entity: str | None) -> tuple[Callable[[Path], WandbRun]
         if name in runs and time.monotonic() - runs[name][0] < LOOK_SECONDS:
             return runs[name][1]
         try:
-            with told(f"run {name} of {project_path}"):
+            with readable_errors(f"run {name} of {project_path}"):
                 api.flush()  # otherwise it repeats its first answer
                 parts = list(api.runs(project_path, filters={"group": name})) or [
                     api.run(f"{project_path}/{name}")
@@ -115,7 +117,7 @@ def opener(project: str, entity: str | None) -> tuple[Callable[[Path], WandbRun]
 
     def newest(count: int) -> list[Run]:
         names: dict[str, None] = {}
-        with told(f"project {project_path}"):
+        with readable_errors(f"project {project_path}"):
             api.flush()
             for run in api.runs(project_path, order="-created_at"):
                 names[run.group or run.id] = None

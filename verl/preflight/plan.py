@@ -23,7 +23,7 @@ from verl.preflight.target import GIB, Hardware
 from verl.trainer.placement import processes_on_nodes, roles_of, samples_apart
 from verl.trainer.ppo.batching import num_mini_batches
 from verl.trainer.ppo.passes import Passes
-from verl.workers.engine.cuda_layers import can_compile, is_compiled
+from verl.workers.engine.cuda_layers import can_compile, is_large_enough_to_compile
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
@@ -148,7 +148,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
     n = block.rollout.n
 
     def limits(part: Any, prefix: str) -> MicroBatchLimits:
-        return MicroBatchLimits.from_config(part, prefix, device, block.model.use_remove_padding)
+        return MicroBatchLimits.from_config(part, prefix, device, not block.model.use_remove_padding)
 
     size = size_of(block.model)
     precision = Precision.from_config(actor.fsdp_config, device)
@@ -184,7 +184,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
     return engines
 
 
-def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: int = 1) -> int:
+def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_token_sharing: int = 1) -> int:
     """Return the most tokens of one pass on each of the processes that share its tokens.
 
     Args:
@@ -192,12 +192,12 @@ def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: in
             may be longer than the budget.
         rows: The number of trajectories of one process.
         longest: The number of tokens of the longest trajectory.
-        num_sharing: The number of processes that share the tokens of a pass.
+        num_token_sharing: The number of processes that share the tokens of a pass.
     """
     tokens = (rows if limits.max_rows is None else min(limits.max_rows, rows)) * longest
     if limits.max_tokens is not None:
-        tokens = min(tokens, max(limits.max_tokens * num_sharing, longest))
-    return -(-tokens // num_sharing)
+        tokens = min(tokens, max(limits.max_tokens * num_token_sharing, longest))
+    return -(-tokens // num_token_sharing)
 
 
 class Plan:
@@ -290,7 +290,9 @@ class Plan:
         at_work = [phase for phase in use.passes if phase in phases]
         updates = [phase for phase in at_work if phase.startswith("update")]
         offloads = self.on_cuda and fsdp.param_offload
-        compiles = self.on_cuda and not layout.is_megatron and is_compiled(use.size.num_parameters)
+        compiles = (
+            self.on_cuda and not layout.is_megatron and is_large_enough_to_compile(use.size.num_parameters)
+        )
         # A machine other than this one is taken to compile.
         compiles = compiles and (can_compile() or not torch.cuda.is_available())
         # The actor's weights are read, or sent, before it generates.
@@ -394,7 +396,7 @@ class Plan:
             share = int(build.gpu_share(rollout, load.capacity, taken_bytes) * load.capacity)
             cache = min(free, share - weights - reserve if is_vllm else min(share, slots * sequence))
         else:
-            cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
+            cache = min(build.max_kv_bytes_on_cpu(rollout.kv_cache_gb), slots * sequence)
             if not is_vllm:
                 # The memory of the cache is taken only when it is used, by the rows of the largest batch.
                 cache = min(cache, -(-most_rows // num_processes) * sequence)

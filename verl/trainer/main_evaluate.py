@@ -298,7 +298,7 @@ def evaluate(
     """
     with announce("loading the libraries", sys.stderr), gc_paused():
         from verl.evaluation.controls import with_retriever
-        from verl.evaluation.rollouts import Asking, Benchmark, shown
+        from verl.evaluation.rollouts import Benchmark, EvaluationSettings, format_figure
         from verl.trainer.ppo.scoring import RewardManager
         from verl.utils.dataset.rl_dataset import RLHFDataset
         from verl.utils.reward_score import load_reward_function
@@ -307,7 +307,7 @@ def evaluate(
 
     config = settings_of(folder, options)
     check_retrievers(config, options)
-    asking = Asking(
+    evaluation_settings = EvaluationSettings(
         options.rollouts,
         options.temperature,
         options.seed,
@@ -358,10 +358,10 @@ def evaluate(
         check_search(config, asks_server and any(dataset[0]["episode"] is None for dataset in datasets))
         summaries: dict[str, dict[str, Any]] = {}
         for benchmark in benchmarks:
-            summary = benchmark.run(agent, reward_fn, asking)
+            summary = benchmark.run(agent, reward_fn, evaluation_settings)
             summaries[benchmark.name] = summary
             figures = {key: value for key, value in summary.items() if isinstance(value, list)}
-            report = ", ".join(f"{key} {shown(value)}" for key, value in figures.items())
+            report = ", ".join(f"{key} {format_figure(value)}" for key, value in figures.items())
             print(f"{name} on {benchmark.name}: {report}; {benchmark.folder}/page.html", flush=True)
             if use is not None:
                 use(benchmark, agent.tokenizer, str(name))
@@ -374,13 +374,13 @@ def beside_each_other(
     benchmark: str, retrievers: Sequence[str], summaries: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """Return the figures of a benchmark as a table: a line for each figure, a column for each retriever."""
-    from verl.evaluation.rollouts import shown
+    from verl.evaluation.rollouts import format_figure
 
     columns = [summaries[benchmark_label(benchmark, retriever)] for retriever in retrievers]
     names = [name for name, value in columns[0].items() if isinstance(value, list) or name == "searches"]
     cells = [["", *retrievers]]
     for name in names:
-        cells.append([name, *[shown(column.get(name)) for column in columns]])
+        cells.append([name, *[format_figure(column.get(name)) for column in columns]])
     widths = [max(len(row[number]) for row in cells) for number in range(len(cells[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join(line.rstrip() for line in lines)

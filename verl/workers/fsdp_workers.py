@@ -87,9 +87,9 @@ class TrainingWorker(Worker):
         if self.device.type == "cpu":
             free_large_tensors_at_once()
         self.checkpoint_writer = BackgroundWriter()
-        self.num_sharing = 1 if block is None else self.processes_sharing(block)
+        self.num_token_sharing = 1 if block is None else self.count_token_sharing(block)
 
-    def processes_sharing(self, block: Actor | Critic) -> int:
+    def count_token_sharing(self, block: Actor | Critic) -> int:
         return int(block.ulysses_sequence_parallel_size)
 
     def build_engine(
@@ -100,7 +100,7 @@ class TrainingWorker(Worker):
         optim: Mapping[str, Any] | None = None,
         grad_clip: float = 1.0,
         is_policy: bool = True,
-        adapted: bool = True,
+        with_adapters: bool = True,
     ) -> Engine:
         """Build the engine of a policy or of a value model.
 
@@ -111,13 +111,13 @@ class TrainingWorker(Worker):
             optim: the `optim` block. Without it the engine is frozen.
             grad_clip: the largest norm of the gradient.
             is_policy: True for a policy, False for a value model.
-            adapted: whether the model gets the LoRA adapters that its block asks for.
+            with_adapters: whether the model gets the LoRA adapters that its block asks for.
         """
-        check_heads(model, self.num_sharing)
+        check_heads(model, self.num_token_sharing)
         precision = Precision.from_config(fsdp_config, self.device, trained=optim is not None)
         reads_weights = self.world_size == 1  # with several processes, each reads its own part later
         return TrainEngine(
-            load_policy(model, precision.model, adapted, reads_weights)
+            load_policy(model, precision.model, with_adapters, reads_weights)
             if is_policy
             else load_value_model(model, precision.model, reads_weights),
             precision,
@@ -126,12 +126,12 @@ class TrainingWorker(Worker):
             self.world_size,
             optim,
             grad_clip,
-            self.num_sharing,
+            self.num_token_sharing,
         )
 
     def limits(self, block: Mapping[str, Any], prefix: str) -> MicroBatchLimits:
-        packed = self.config.model.use_remove_padding
-        return MicroBatchLimits.from_config(block, prefix, self.device, packed, self.num_sharing)
+        padded = not self.config.model.use_remove_padding
+        return MicroBatchLimits.from_config(block, prefix, self.device, padded, self.num_token_sharing)
 
     @register()
     def data_position(self) -> DataPosition:
@@ -195,7 +195,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         seed: the seed of the order of mini-batches, which `actor.shuffle` turns on.
     """
 
-    streams_parameters = True  # with one process, the weight stream gives the parameters, not copies
+    streams_own_parameters = True  # with one process, the weight stream gives the parameters, not copies
 
     def __init__(
         self,
@@ -216,11 +216,11 @@ class ActorRolloutRefWorker(TrainingWorker):
         self._rollout_weights_stale = False
         self._weight_writer: Any = None
         rollout = config.rollout
-        self.sampling_together = 1  # number of processes that sample from one model
+        self.num_sampling_together = 1  # number of processes that sample from one model
         if rollout.placement == "colocated" and build.engine_name(rollout, self.device) == "vllm":
             per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            self.sampling_together = build.model_parallel_size(rollout, config.model, per_node)
-        replica, rank_in_replica = divmod(self.rank, self.sampling_together)
+            self.num_sampling_together = build.model_parallel_size(rollout, config.model, per_node)
+        replica, rank_in_replica = divmod(self.rank, self.num_sampling_together)
         self._register_dispatch_collect_info("rollout", replica, rank_in_replica == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -248,7 +248,9 @@ class ActorRolloutRefWorker(TrainingWorker):
         if self.has_ref:
             own_engine = None
             if self.engine.adapters is None:
-                own_engine = self.build_engine(config.model, ref.fsdp_config, ref.megatron, adapted=False)
+                own_engine = self.build_engine(
+                    config.model, ref.fsdp_config, ref.megatron, with_adapters=False
+                )
             self.reference = Reference(self.engine, own_engine)
 
     def _load_teacher(self) -> Engine:
@@ -266,18 +268,18 @@ class ActorRolloutRefWorker(TrainingWorker):
             )
         source = {"path": path} | {key: model[key] for key in ("external_lib", "trust_remote_code")}
         ref = self.config.ref
-        return self.build_engine(source, ref.fsdp_config, ref.megatron, adapted=False)
+        return self.build_engine(source, ref.fsdp_config, ref.megatron, with_adapters=False)
 
     # --------------------------------------------------------------------------------------------- rollout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_rollout(self, num_rows: int, taken: int | None = None) -> None:
+    def start_rollout(self, num_rows: int, training_bytes: int | None = None) -> None:
         """Create the agent and its rollout engine, unless they exist already.
 
         Args:
             num_rows: the trajectories of this process and of the processes that share its model.
-            taken: the bytes of the GPU that training holds, as in `EngineRequest`. On CUDA, None means the
-                bytes that are in use now.
+            training_bytes: the bytes of the GPU that training holds, as in `EngineRequest`. On CUDA, None
+                means the bytes that are in use now.
 
         Raises:
             ValueError: the worker has no agent_factory, or one of the reasons of `build_engine` applies.
@@ -288,9 +290,9 @@ class ActorRolloutRefWorker(TrainingWorker):
         if self.agent_factory is None:
             raise ValueError("generate_sequences needs a worker made with an agent_factory.")
         rollout = self.config.rollout
-        if taken is None and self.device.type == "cuda":
+        if training_bytes is None and self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            taken = total - free
+            training_bytes = total - free
         dtype = build.rollout_dtype(rollout, self.engine.precision.compute)
         request = build.EngineRequest(
             self.device,
@@ -299,12 +301,12 @@ class ActorRolloutRefWorker(TrainingWorker):
             num_rows,
             self.rank,
             self.world_size,
-            copies_weights=not self.streams_parameters
+            copies_weights=not self.streams_own_parameters
             or self.world_size > 1
             or dtype != self.engine.precision.model
             or self.engine.adapters is not None,
-            taken=taken,
-            sharing=self.sampling_together,
+            training_bytes=training_bytes,
+            tensor_parallel_size=self.num_sampling_together,
         )
         with self.engine.loaded():  # so that an engine that measures free memory sees what will be free
             self.rollout_engine = build.build_engine(rollout, self.config.model, request)
@@ -323,9 +325,9 @@ class ActorRolloutRefWorker(TrainingWorker):
         engine holds no device memory before it generates.
         """
         if self.config.rollout.placement == "apart" or not self.engine.offloads_params:
-            self._bring_weights()
+            self._load_rollout_weights()
 
-    def _bring_weights(self) -> None:
+    def _load_rollout_weights(self) -> None:
         rollout = self.rollout_engine
         version = self.engine.weights_version
         if rollout is None or (rollout.version == version and not self._rollout_weights_stale):
@@ -391,7 +393,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         with ExitStack() as policy_on_device, torch.no_grad():
             if build.engine_name(self.config.rollout, self.device) == "native":  # reads the policy's weights
                 policy_on_device.enter_context(self.engine.loaded())
-            self._bring_weights()
+            self._load_rollout_weights()
             engine.wake()
             with engine.leading() as leads:
                 result = agent.run_llm_loop(prompts) if leads else DataProto()

@@ -47,7 +47,7 @@ class _MegatronProcess(fsdp_workers.TrainingWorker):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return device
 
-    def processes_sharing(self, block: Actor | Critic) -> int:
+    def count_token_sharing(self, block: Actor | Critic) -> int:
         return int(block.megatron.context_parallel_size)
 
     def build_engine(
@@ -58,7 +58,7 @@ class _MegatronProcess(fsdp_workers.TrainingWorker):
         optim: Mapping[str, Any] | None = None,
         grad_clip: float = 1.0,
         is_policy: bool = True,
-        adapted: bool = True,
+        with_adapters: bool = True,
     ) -> Engine:
         """Build an engine over megatron-core; the arguments are those of `TrainingWorker.build_engine`."""
         # imported here because these import Megatron, which the driver does not need
@@ -82,7 +82,7 @@ class _MegatronProcess(fsdp_workers.TrainingWorker):
 class MegatronActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker):
     """One process of the policy; the arguments are those of `fsdp_workers.ActorRolloutRefWorker`."""
 
-    streams_parameters = False
+    streams_own_parameters = False
 
 
 class MegatronCriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):

@@ -184,7 +184,7 @@ class RolloutWorker(Worker):
         result: Future[DataProto | None] = Future()
 
         def note() -> None:
-            running = [trajectory for trajectory in self.service.continuations() if trajectory.columns]
+            running = [trajectory for trajectory in self.service.snapshot() if trajectory.columns]
             result.set_result(self._batch([*self._ended, *running]))
 
         self._order(note)
@@ -211,13 +211,13 @@ class RolloutWorker(Worker):
         result: Future[dict[str, float]] = Future()
 
         def take() -> None:
-            metrics = self.service.load.metrics() | self.agent.figures(self._figured)
+            metrics = self.service.engine_load.metrics() | self.agent.figures(self._figured)
             metrics["async/rollout_idle_seconds"] = self._idle_seconds
             num_bytes = self._sync_bytes + (self._reader.num_bytes if self._reader else 0)
             metrics["async/sync_bytes"] = float(num_bytes - self._noted_bytes)
             if self._sync_delays:
                 metrics["async/sync_delay_seconds"] = mean(self._sync_delays)
-            self.service.load = EngineLoad(self.engine)
+            self.service.engine_load = EngineLoad(self.engine)
             self._idle_seconds = 0.0
             self._figured = []
             self._noted_bytes = num_bytes

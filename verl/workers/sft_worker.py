@@ -19,7 +19,7 @@ from verl.config import SFTConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, register
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch
-from verl.workers.engine.base import Outputs, Share
+from verl.workers.engine.base import MicroBatchLoss, Outputs
 from verl.workers.engine.update_loop import (
     MicroBatchLimits,
     MiniBatch,
@@ -29,7 +29,7 @@ from verl.workers.engine.update_loop import (
 )
 from verl.workers.fsdp_workers import TrainingWorker
 
-ASKED = {"temperature": 1.0, "with_entropy": False}
+MODEL_OPTIONS = {"temperature": 1.0, "with_entropy": False}
 
 
 class SFTWorker(TrainingWorker):
@@ -62,9 +62,9 @@ class SFTWorker(TrainingWorker):
         if self.device.type == "cpu":  # on CPU smaller passes are faster, and the loss is the same
             max_tokens = min(max_tokens, CPU_TOKENS_PER_PACK)
         padded = not config.use_remove_padding
-        self.of_passes = MicroBatchLimits(data.micro_batch_size_per_gpu, max_tokens, padded)
+        self.micro_batch_limits = MicroBatchLimits(data.micro_batch_size_per_gpu, max_tokens, padded)
         block = {"ppo_mini_batch_size": config.data.train_batch_size, "ppo_epochs": 1, "shuffle": False}
-        self.loop = UpdateLoop("train", block, self.engine, self.of_passes, rollout_n=1, seed=0)
+        self.loop = UpdateLoop("train", block, self.engine, self.micro_batch_limits, rollout_n=1, seed=0)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update(self, data: DataProto) -> DataProto:
@@ -86,8 +86,10 @@ class SFTWorker(TrainingWorker):
         batch = tensors_of(data)
         total = 0.0
         with self.engine.loaded():
-            _, micro_batches = pack_micro_batches(batch, range(len(data)), self.engine, self.of_passes)
-            for micro_batch, outputs in self.engine.infer(micro_batches, **ASKED):
+            _, micro_batches = pack_micro_batches(
+                batch, range(len(data)), self.engine, self.micro_batch_limits
+            )
+            for micro_batch, outputs in self.engine.infer(micro_batches, **MODEL_OPTIONS):
                 total -= float(micro_batch.unpack(outputs[0]).double().sum())
         sums = self.engine.reduce([total, float(batch["response_mask"].sum())], "sum")
         return DataProto(meta_info={"metrics": dict(zip(("nll", "tokens"), sums, strict=True))})
@@ -99,13 +101,13 @@ class NegativeLogLikelihood:
 
     step_bound: ClassVar[None] = None  # the optimizer's steps have no limit
     mini_batch: MiniBatch
-    idle_rows: Sequence[int] = ()
+    rows_without_gradient: Sequence[int] = ()
 
     @property
     def options(self) -> dict[str, Any]:
-        return ASKED
+        return MODEL_OPTIONS
 
-    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
+    def loss_of(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> MicroBatchLoss:
         """Return the micro-batch's share of the loss."""
         loss = -micro_batch.unpack(outputs[0]).sum() / self.mini_batch.denominator.num_tokens
-        return Share(loss, {"train/loss": loss.detach()})
+        return MicroBatchLoss(loss, {"train/loss": loss.detach()})

@@ -86,7 +86,7 @@ class Policy(SavedWorker, Worker):
         pass
 
     @register()
-    def start_rollout(self, num_rows: int, taken: int) -> None:
+    def start_rollout(self, num_rows: int, training_bytes: int) -> None:
         pass
 
     @register()

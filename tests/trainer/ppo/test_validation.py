@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl.config.mixture import HeldOut
-from verl.evaluation.figures import LOST
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 from verl.protocol import DataProto
 from verl.trainer.ppo.held_out import HeldOutSets
 from verl.trainer.ppo.run_state import RunState
@@ -120,7 +120,7 @@ def failing(reason, num_judged):
     return generate
 
 
-@pytest.mark.parametrize("reason", LOST)
+@pytest.mark.parametrize("reason", UNKNOWN_REWARD_REASONS)
 def test_a_question_that_failed_is_no_zero_and_is_counted(reason):
     report = validate(failing(reason, 1), score, Questions(), ["greedy"], None, 7)
     metrics = report.metrics()
@@ -138,7 +138,7 @@ def test_a_question_that_failed_is_no_zero_and_is_counted(reason):
     assert [row["em"] for row in report.lines()] == [1.0]
 
 
-@pytest.mark.parametrize("reason", LOST)
+@pytest.mark.parametrize("reason", UNKNOWN_REWARD_REASONS)
 def test_a_validation_agrees_with_an_evaluation_of_the_same_rollouts(reason):
     figures = validate(failing(reason, 3), score, Questions(), ["greedy"], None, 7).summary()["greedy"]
     held_out = HeldOut(files="x.parquet", name="x", every=1, rollouts=1, temperature=0.0)

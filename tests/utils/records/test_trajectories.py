@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records_data import ANSWER, SEEN, WRITTEN, SplitTokenizer, step_batch
 
-from verl.evaluation.figures import LOST
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 from verl.utils.records.trajectories import (
     TokenTexts,
     TrajectoryFolder,
@@ -40,7 +40,7 @@ def test_a_record_tells_the_whole_trajectory():
     assert record["step"] == 1 and record["uid"] == "step1-0"
 
 
-@pytest.mark.parametrize("reason", LOST)
+@pytest.mark.parametrize("reason", UNKNOWN_REWARD_REASONS)
 def test_a_trajectory_that_could_not_be_judged_has_no_score(reason):
     batch = step_batch(["Bob", "Ada"])
     batch.non_tensor_batch["trajectory"][0]["finish_reason"] = reason

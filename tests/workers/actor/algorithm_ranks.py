@@ -7,7 +7,7 @@ from algorithm_cases import SPLITS, ActorFactory, Steep, full_batch
 
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.dp_actor import PolicyObjective
-from verl.workers.engine.base import Share
+from verl.workers.engine.base import MicroBatchLoss
 
 NUM_ROWS = 11  # not even: one rank gets a copy that takes part in nothing
 CASES = {
@@ -63,15 +63,15 @@ def spoilt_updates(model_path, rank, world_size):
     metrics = actor.update_policy(data)
     seen = [(metrics["actor/num_skipped_in_a_row"], actor.loop.skipped_update)]
     actor = factory.actor()
-    share = PolicyObjective.share
+    loss_of = PolicyObjective.loss_of
 
     def steep(self, part, outputs):
-        loss, figures = share(self, part, outputs)
-        return Share(Steep.apply(loss) if is_last and 1 in part.rows.tolist() else loss, figures)
+        loss, figures = loss_of(self, part, outputs)
+        return MicroBatchLoss(Steep.apply(loss) if is_last and 1 in part.rows.tolist() else loss, figures)
 
-    PolicyObjective.share = steep
+    PolicyObjective.loss_of = steep
     metrics = actor.update_policy(rows_of(rank, world_size))
-    PolicyObjective.share = share
+    PolicyObjective.loss_of = loss_of
     return [*seen, (metrics["actor/num_skipped_in_a_row"], actor.loop.skipped_update)]
 
 

@@ -11,7 +11,7 @@ from tiny_training import make_actor, make_batch, make_config, make_critic
 
 from verl.protocol import object_array
 from verl.workers.actor.dp_actor import PolicyObjective
-from verl.workers.engine.base import Share
+from verl.workers.engine.base import MicroBatchLoss
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def test_if_only_the_gradient_is_not_finite_its_row_is_named(model_path, monkeyp
     actor = make_actor(make_config(model_path))
     batch = make_batch()
     batch.non_tensor_batch["uid"] = object_array([f"step7-{row}" for row in range(8)])
-    share = PolicyObjective.share
+    loss_of = PolicyObjective.loss_of
 
     def steep_in_row_4(self, part, outputs):
-        loss, figures = share(self, part, outputs)
-        return Share(Steep.apply(loss) if 4 in part.rows.tolist() else loss, figures)
+        loss, figures = loss_of(self, part, outputs)
+        return MicroBatchLoss(Steep.apply(loss) if 4 in part.rows.tolist() else loss, figures)
 
-    monkeypatch.setattr(PolicyObjective, "share", steep_in_row_4)
+    monkeypatch.setattr(PolicyObjective, "loss_of", steep_in_row_4)
     actor.update_policy(batch)
     assert actor.loop.skipped_update == "only the gradient is not finite, that of row 4 (step7-4)"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_training import make_actor, make_batch, make_config, reference_log_probs, save_hf
 
-from verl.workers.actor.step_bound import FEWEST_ROWS, MEASURED_SHARE, measured_rows, shorter_by
+from verl.workers.actor.step_bound import MEASURED_SHARE, MIN_MEASURED_ROWS, measured_rows, shorter_by
 
 BOUND = 0.02  # the actor's steps of these tests have a distance of more than 1
 
@@ -103,7 +103,7 @@ def test_one_row_in_eight_is_measured_evenly_spaced_and_no_fewer_than_sixteen():
     mask = torch.ones(1000, 2)
     rows = measured_rows(mask, range(100, 900), 1)
     assert len(rows) == 800 // MEASURED_SHARE and set(torch.tensor(rows).diff().tolist()) == {MEASURED_SHARE}
-    assert len(measured_rows(mask, range(40), 1)) == FEWEST_ROWS
+    assert len(measured_rows(mask, range(40), 1)) == MIN_MEASURED_ROWS
     assert len(measured_rows(mask, range(40), 4)) == 5  # of each of four processes: an eighth, more than 4
     assert measured_rows(mask, range(3), 1) == [0, 1, 2]
     assert measured_rows(torch.zeros(4, 2), range(4), 1) == []

@@ -61,7 +61,7 @@ def engine_of(model_path, is_policy, reads, fsdp_size, *settings):
     block = make_config(model_path, *settings).actor_rollout_ref
     precision = Precision.from_config(block.actor.fsdp_config, CPU)
     load = load_policy if is_policy else load_value_model
-    module = load(block.model, precision.model, reads=reads)
+    module = load(block.model, precision.model, reads_weights=reads)
     return TrainEngine(module, precision, {**block.actor.fsdp_config, "fsdp_size": fsdp_size}, CPU, 2)
 
 
@@ -142,6 +142,6 @@ def test_what_can_not_be_read_in_parts_is_loaded_whole(model_path, tmp_path, cha
         save_file({name: x + 1 for name, x in state.items()}, tmp_path / "consolidated.safetensors")
         loads = nullcontext()
     with loads:
-        loaded = load_policy({"path": str(tmp_path)}, torch.float32, reads=False)
+        loaded = load_policy({"path": str(tmp_path)}, torch.float32, reads_weights=False)
         assert loaded.unread is None
         assert all(torch.equal(x, state[name]) for name, x in loaded.model.state_dict().items())

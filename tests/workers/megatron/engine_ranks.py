@@ -111,7 +111,7 @@ def make_megatron(kind, config, layout: Layout, trained=True):
     )
     optim = block.optim if trained else None
     engine = MegatronEngine(built, model, precision, fsdp_config, CPU, optim, block.grad_clip)
-    limits = MicroBatchLimits.from_config(block, "ppo", CPU, model.use_remove_padding)
+    limits = MicroBatchLimits.from_config(block, "ppo", CPU, not model.use_remove_padding)
     if is_actor:
         rollout = config.actor_rollout_ref.rollout
         return DataParallelPPOActor(block, engine, limits, rollout.temperature, rollout.n)

@@ -137,7 +137,7 @@ def run_case(folder, case):
 
     layout = case.layout
     sizes = ParallelSizes(layout.tensor, layout.pipeline, layout.context)
-    with patch("verl.workers.megatron.model._fuses", lambda *_: case.fuses):
+    with patch("verl.workers.megatron.model._compiles", lambda *_: case.fuses):
         built = build_model(
             {"path": folder, "enable_gradient_checkpointing": layout.recompute},
             sizes,

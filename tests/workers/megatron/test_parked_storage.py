@@ -10,11 +10,11 @@ def test_views_are_what_they_were_when_the_memory_is_back():
     views = [buffer[:4].view(2, 2), buffer[4:]]
     expected = [view.clone() for view in views]
     parked = ParkedStorage(views)
-    parked.give_back()
-    parked.give_back()  # nothing is left to give
+    parked.park()
+    parked.park()  # nothing is left to give
     assert buffer.untyped_storage().nbytes() == 0
-    parked.bring()
-    parked.bring()
+    parked.restore()
+    parked.restore()
     for view, want in zip(views, expected, strict=True):
         assert torch.equal(view, want)
     views[0][0, 0] = 7.0
@@ -24,14 +24,14 @@ def test_views_are_what_they_were_when_the_memory_is_back():
 def test_memory_whose_content_nobody_wants_comes_back_as_zeros():
     gradients = torch.ones(5, dtype=torch.bfloat16)
     parked = ParkedStorage([gradients], keeps=False)
-    parked.give_back()
-    parked.bring()
+    parked.park()
+    parked.restore()
     assert torch.equal(gradients, torch.zeros(5, dtype=torch.bfloat16))
 
 
 def test_tensors_of_one_memory_are_kept_once():
     buffer = torch.zeros(3)
     parked = ParkedStorage([buffer, buffer[1:], torch.zeros(0)])
-    parked.give_back()
-    parked.bring()
+    parked.park()
+    parked.restore()
     assert torch.equal(buffer, torch.zeros(3))

@@ -93,12 +93,12 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
     gpu_of_80_gib(20)
     few = dataclasses.replace(request, max_model_len=64)
     rollout.gpu_memory_utilization = None
-    assert gib(dataclasses.replace(request, taken=50 << 30), left=79) == pytest.approx(
+    assert gib(dataclasses.replace(request, training_bytes=50 << 30), left=79) == pytest.approx(
         77.6 - 52 - 4, abs=1e-3
     )
-    assert gib(dataclasses.replace(reads, taken=50 << 30), left=79) == pytest.approx(77.6 - 52)
+    assert gib(dataclasses.replace(reads, training_bytes=50 << 30), left=79) == pytest.approx(77.6 - 52)
     with pytest.raises(ValueError, match="free GPU memory, for example by offloading"):
-        gib(dataclasses.replace(request, taken=78 << 30), left=79)
+        gib(dataclasses.replace(request, training_bytes=78 << 30), left=79)
     gpu_of_80_gib(20)
     assert _kv_bytes(rollout, spec, few, 10) == 10 * 64 * POSITION_BYTES / 2  # bfloat16
 
@@ -115,15 +115,21 @@ def test_a_model_is_split_over_as_few_processes_as_hold_it_unless_a_number_is_se
     shapes = ModelSpec.from_config(Qwen3Config(**fields)).parameter_shapes()
     num_bytes = 2 * sum(math.prod(shape) for shape in shapes.values())
     for share, most, expected in ((0.5, 8, 2), (0.4, 8, 4), (0.4, 6, 2), (0.1, 2, 2)):
-        monkeypatch.setattr("verl.workers.rollout.build.MOST_WEIGHT_BYTES", share * num_bytes)
+        monkeypatch.setattr("verl.workers.rollout.build.MAX_WEIGHT_BYTES", share * num_bytes)
         assert found(most) == expected
     assert found(8, "actor_rollout_ref.rollout.tensor_model_parallel_size=1") == 1
 
 
 def test_vllm_gets_what_training_leaves_of_a_gpu(gpu_of_80_gib, qwen):
-    def share(taken, *settings):
+    def share(training_bytes, *settings):
         block = load_config([f"actor_rollout_ref.model.path={qwen}", *settings]).actor_rollout_ref
-        request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 64, 8, taken=taken and taken << 30)
+        request = EngineRequest(
+            torch.device("cuda:0"),
+            torch.bfloat16,
+            64,
+            8,
+            training_bytes=training_bytes and training_bytes << 30,
+        )
         made = _vllm_arguments(block.rollout, block.model, Qwen3Config(**QWEN), request)
         return made["gpu_memory_utilization"]
 

@@ -66,7 +66,9 @@ def test_the_samplers_file_changes_with_what_its_kernels_call() -> None:
     calls = (cpu_kernel.exp_nonpositive.py_func, cpu_kernel._load, cpu_kernel._compiled)
     text = "".join(inspect.getsource(function) for function in calls)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    assert digest == cpu_sampler.CALLED, f"write {digest} there, so that no machine goes on with old code"
+    assert digest == cpu_sampler.KERNEL_DIGEST, (
+        f"write {digest} there, so that no machine goes on with old code"
+    )
 
 
 DRAW = """

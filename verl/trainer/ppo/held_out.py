@@ -15,7 +15,7 @@ from verl.config import Config
 from verl.config.mixture import OWN, SHUFFLED, HeldOut, evals_of
 from verl.environments.registry import SEARCH
 from verl.evaluation.controls import question_of, with_retriever
-from verl.evaluation.figures import LOST, rollout_seed, summarize
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS, rollout_seed, summarize
 from verl.protocol import DataProto
 from verl.trainer.ppo.collection import prompt_batch
 from verl.trainer.ppo.scoring import RewardManager
@@ -141,6 +141,6 @@ class HeldOutSets:
                 reason = record["finish_reason"]
                 line = {"eval": held_out.name, "example_id": example, "rollout_idx": i, **record}
                 line |= {"task": record["data_source"], "completion_len": count}
-                line["reward"] = None if reason in LOST else record["score"]
+                line["reward"] = None if reason in UNKNOWN_REWARD_REASONS else record["score"]
                 lines.append(line | {"is_truncated": reason == "length"})
         return lines

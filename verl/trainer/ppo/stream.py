@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from verl.config import Config
-from verl.evaluation.figures import LOST
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 from verl.protocol import DataProto, DataProtoFuture, object_array
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector, continuations
@@ -136,7 +136,7 @@ def single_rows(batch: DataProto | None) -> Iterator[tuple[str, int, DataProto]]
 
 def has_failed(row: DataProto) -> bool:
     """Return whether a trajectory ended for a reason that is not the policy's."""
-    return row.non_tensor_batch["trajectory"][0]["finish_reason"] in LOST
+    return row.non_tensor_batch["trajectory"][0]["finish_reason"] in UNKNOWN_REWARD_REASONS
 
 
 @dataclass(frozen=True)

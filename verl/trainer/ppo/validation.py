@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.evaluation.figures import LOST
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 from verl.protocol import DataProto
 from verl.trainer.ppo.collection import (
     VALIDATION_STREAM,
@@ -150,8 +150,8 @@ def validate(
                 verdicts += list(batch.non_tensor_batch["verdicts"])
                 if mode == modes[0]:
                     report.samples = batch if report.samples is None else report.samples
-        report.rows[mode] = [row for row in rows if row["finish_reason"] not in LOST]
-        report.left_out[mode] = [row for row in rows if row["finish_reason"] in LOST]
+        report.rows[mode] = [row for row in rows if row["finish_reason"] not in UNKNOWN_REWARD_REASONS]
+        report.left_out[mode] = [row for row in rows if row["finish_reason"] in UNKNOWN_REWARD_REASONS]
         if any(verdicts):
             report.verdicts[mode] = verifier_metrics(verdicts)
     return report

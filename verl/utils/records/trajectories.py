@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.evaluation.figures import LOST
+from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.reward_score.qa_em import em_check, extract_solution, f1_check, golden_answers
 
@@ -90,7 +90,7 @@ def trajectory_records(
         except ValueError:  # the ground truth of a user's own reward is shown as it is
             gold = [str(fields["reward_model"][i]["ground_truth"])]
         answer = extract_solution(trajectory["policy_text"])
-        is_lost = trajectory["finish_reason"] in LOST
+        is_lost = trajectory["finish_reason"] in UNKNOWN_REWARD_REASONS
         records.append(
             {
                 "step": step,

@@ -34,7 +34,7 @@ from verl.utils.device import to_device
 from verl.utils.packing import PackedMicroBatch
 from verl.utils.turn_rows import TRAJECTORY, rows_to_trajectories, split_into_turns
 from verl.workers.actor.step_bound import StepBound
-from verl.workers.engine.base import Engine, Outputs, Share
+from verl.workers.engine.base import Engine, MicroBatchLoss, Outputs
 from verl.workers.engine.update_loop import (
     EXTRA_LOSS_KEY,
     MicroBatchLimits,
@@ -108,7 +108,7 @@ class PolicyObjective:
         on_policy: whether the weights are those of `old_log_probs`. Then the ratio is 1, and `old_log_probs`
             are not read. (If it is False and they are missing, the loss must do without them.)
         entropy_coeff: the present coefficient of the entropy.
-        idle_rows: rows that are known to have no gradient.
+        rows_without_gradient: rows that are known to have no gradient.
         limits: the limits of a pass, for a loss that chooses tokens out of the mini-batch.
         seed: the seed of that choice.
         first_log_probs: [N, R] on the device, or None. If given, it is filled with this pass's log-probs.
@@ -122,7 +122,7 @@ class PolicyObjective:
     mini_batch: MiniBatch
     on_policy: bool
     entropy_coeff: float
-    idle_rows: list[int]
+    rows_without_gradient: list[int]
     limits: MicroBatchLimits
     seed: int
     first_log_probs: Tensor | None = None
@@ -140,15 +140,15 @@ class PolicyObjective:
     def options(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "with_entropy": True}
 
-    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
+    def loss_of(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> MicroBatchLoss:
         """Return the micro-batch's share of the loss and of the metrics."""
         log_prob = micro_batch.unpack(outputs[0])
         entropy = micro_batch.unpack(outputs[1])
         if self.first_log_probs is not None and len(micro_batch.cells):
             self.first_log_probs[to_device(micro_batch.rows, log_prob.device)] = log_prob.detach()
         if self.step_bound is not None and len(micro_batch.cells):
-            self.step_bound.note(micro_batch.rows, log_prob)
-        old_log_prob = self._rows_if_there("old_log_probs", micro_batch)
+            self.step_bound.record_log_probs(micro_batch.rows, log_prob)
+        old_log_prob = self._rows_or_none("old_log_probs", micro_batch)
         if self.on_policy:
             old_log_prob = log_prob.detach()
         selection = self.selection
@@ -160,9 +160,9 @@ class PolicyObjective:
             denominator=self.mini_batch.denominator.of_rows(micro_batch.rows),
             old_log_prob=old_log_prob,
             advantages=self._rows("advantages", micro_batch),
-            rollout_is_weights=self._rows_if_there("rollout_is_weights", micro_batch),
-            rollout_log_prob=self._rows_if_there("rollout_log_probs", micro_batch),
-            teacher_log_prob=self._rows_if_there("teacher_log_prob", micro_batch),
+            rollout_is_weights=self._rows_or_none("rollout_is_weights", micro_batch),
+            rollout_log_prob=self._rows_or_none("rollout_log_probs", micro_batch),
+            teacher_log_prob=self._rows_or_none("teacher_log_prob", micro_batch),
             selection=None if selection is None else to_device(selection[micro_batch.rows], log_prob.device),
         )
         loss, metrics = policy_loss(self.config["policy_loss"]["loss_mode"], inputs)
@@ -172,7 +172,7 @@ class PolicyObjective:
             loss = loss + weight * term if weight else loss
         if old_log_prob is not None:
             metrics |= _ratio_extremes(log_prob.detach() - old_log_prob, micro_batch.mask)
-        return Share(loss, {name: figure.detach() for name, figure in metrics.items()})
+        return MicroBatchLoss(loss, {name: figure.detach() for name, figure in metrics.items()})
 
     def _selected(self, select: SelectFn) -> Tensor:
         """Return the tokens that the loss chooses, [N, R] bool on CPU.
@@ -233,7 +233,7 @@ class PolicyObjective:
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
         return to_device(self.batch[key][micro_batch.rows], self.engine.device)
 
-    def _rows_if_there(self, key: str, micro_batch: PackedMicroBatch) -> Tensor | None:
+    def _rows_or_none(self, key: str, micro_batch: PackedMicroBatch) -> Tensor | None:
         return self._rows(key, micro_batch) if key in self.batch else None
 
 
@@ -351,7 +351,9 @@ class DataParallelPPOActor:
                 mini_batch=mini_batch,
                 on_policy=is_first and has_ratio and not bypass,
                 entropy_coeff=entropy_coeff,
-                idle_rows=rows_without_gradient(self.config, entropy_coeff, batch, mini_batch.rows),
+                rows_without_gradient=rows_without_gradient(
+                    self.config, entropy_coeff, batch, mini_batch.rows
+                ),
                 limits=self.limits,
                 seed=(self.seed * 1_000_003 + self.engine.num_training_steps) * 1_009 + mini_batch.number,
                 first_log_probs=first_log_probs if is_first else None,
@@ -383,7 +385,7 @@ class DataParallelPPOActor:
         batch = tensors_of(data, needed, optional)
         if "observation_mask" in batch:  # a row without a sampled token has no part in the loss
             has_tokens = batch["response_mask"].bool().any(dim=1, keepdim=True)
-            batch["extra_loss_mask"] = batch["observation_mask"].bool() & has_tokens
+            batch[EXTRA_LOSS_KEY] = batch["observation_mask"].bool() & has_tokens
         num_steps = self.loop.num_steps(data)
         needs_old = "old_log_prob" in policy_loss_inputs(self.config["policy_loss"]["loss_mode"])
         if needs_old and "old_log_probs" not in batch and num_steps > 1:

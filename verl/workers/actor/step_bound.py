@@ -29,10 +29,10 @@ from verl.workers.engine.base import Engine
 from verl.workers.engine.update_loop import MicroBatchLimits, infer_rows
 
 MEASURED_SHARE = 8  # one in this many rows of a mini-batch is measured
-FEWEST_ROWS = 16  # rows that are measured at least, over all replicas, if there are so many
+MIN_MEASURED_ROWS = 16  # rows that are measured at least, over all replicas, if there are so many
 SAFETY = 0.9  # the distance grows about as the square of the step, not exactly
 SMALLEST_CUT = 0.1  # the smallest factor on the step in one try
-MOST_TRIES = 5
+MAX_TRIES = 5
 
 
 class StepBound:
@@ -66,7 +66,7 @@ class StepBound:
         self._number_of = {row: number for number, row in enumerate(self.rows)}
         self._log_probs = torch.zeros(len(self.rows), batch["response_mask"].shape[1])
 
-    def note(self, rows: Tensor, log_probs: Tensor) -> None:
+    def record_log_probs(self, rows: Tensor, log_probs: Tensor) -> None:
         """Take the log-probs [len(rows), R] that a pass of the step has computed for rows of the batch."""
         for index, row in enumerate(rows.tolist()):
             if row in self._number_of:
@@ -88,7 +88,7 @@ class StepBound:
         """
         first = distance = self._distance()
         share = 1.0
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             if distance <= self.max_kl:
                 break
             factor = shorter_by(distance, self.max_kl)
@@ -131,7 +131,7 @@ def measured_rows(response_mask: Tensor, rows: Sequence[int], num_replicas: int)
     does not see what a step does to them.
     """
     sampled = [row for row in rows if bool(response_mask[row].any())]
-    count = max(-(-len(sampled) // MEASURED_SHARE), -(-FEWEST_ROWS // num_replicas))
+    count = max(-(-len(sampled) // MEASURED_SHARE), -(-MIN_MEASURED_ROWS // num_replicas))
     if count >= len(sampled):
         return sampled
     return [sampled[number * len(sampled) // count] for number in range(count)]

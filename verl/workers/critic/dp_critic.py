@@ -12,7 +12,7 @@ from verl.algos.aggregation import agg_loss, compute_value_loss
 from verl.protocol import DataProto
 from verl.utils.device import to_device
 from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.base import Engine, Outputs, Share
+from verl.workers.engine.base import Engine, MicroBatchLoss, Outputs
 from verl.workers.engine.update_loop import MicroBatchLimits, MiniBatch, UpdateLoop, infer_rows, tensors_of
 
 
@@ -72,7 +72,7 @@ class ValueObjective:
         engine: this rank's share of the value model.
         batch: this rank's columns.
         mini_batch: the rows and the counts of the mini-batch.
-        idle_rows: rows that are known to have no gradient.
+        rows_without_gradient: rows that are known to have no gradient.
     """
 
     step_bound: ClassVar[None] = None  # the optimizer's steps have no limit
@@ -80,13 +80,13 @@ class ValueObjective:
     engine: Engine
     batch: Mapping[str, Tensor]
     mini_batch: MiniBatch
-    idle_rows: Sequence[int] = ()
+    rows_without_gradient: Sequence[int] = ()
 
     @property
     def options(self) -> dict[str, Any]:
         return {}
 
-    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
+    def loss_of(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> MicroBatchLoss:
         """Return the micro-batch's share of the loss and of the metrics."""
         vpreds = micro_batch.unpack(outputs[0])
         denominator = self.mini_batch.denominator
@@ -104,7 +104,7 @@ class ValueObjective:
             "critic/vf_clipfrac": clip_fraction,
             "critic/vpred_mean": agg_loss(vpreds.detach(), micro_batch.mask, "token-mean", denominator),
         }
-        return Share(loss, metrics)
+        return MicroBatchLoss(loss, metrics)
 
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
         return to_device(self.batch[key][micro_batch.rows], self.engine.device)

@@ -1,7 +1,7 @@
 """The interface of a training engine, however a model's weights are spread over processes.
 
     micro-batches --infer--> outputs                                log-probs, values: no gradient
-    micro-batches --forward_backward(share_of)--> shares; gradients add up in the engine
+    micro-batches --forward_backward(loss_of)--> losses; gradients add up in the engine
           --step--> weights of the next version                     next_lr() once per training step
 
 The actor, the critic and the update loop know nothing else of an engine. `TrainEngine` (fsdp_engine.py) is an
@@ -37,8 +37,8 @@ Each tensor is [U] float32 and has one number for each distinct loss token of a 
 `PackedMicroBatch.unpack` makes rows of them."""
 
 
-class Share(NamedTuple):
-    """The share that a micro-batch adds to its mini-batch.
+class MicroBatchLoss(NamedTuple):
+    """The loss and the metrics that a micro-batch adds to its mini-batch.
 
     Attributes:
         loss: a scalar with gradient.
@@ -50,12 +50,14 @@ class Share(NamedTuple):
     loss: Tensor
     metrics: Mapping[str, Tensor]
 
-    def detach(self) -> Share:
+    def detach(self) -> MicroBatchLoss:
         """Return the same numbers without gradient."""
-        return Share(self.loss.detach(), {name: figure.detach() for name, figure in self.metrics.items()})
+        return MicroBatchLoss(
+            self.loss.detach(), {name: figure.detach() for name, figure in self.metrics.items()}
+        )
 
 
-ShareOf = Callable[[PackedMicroBatch, Outputs], Share]
+MicroBatchLossOf = Callable[[PackedMicroBatch, Outputs], MicroBatchLoss]
 
 
 class Engine(ABC):
@@ -107,19 +109,19 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, micro_batches: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **options: Any
-    ) -> list[Share]:
+        self, micro_batches: Iterable[PackedMicroBatch], count: int, loss_of: MicroBatchLossOf, **options: Any
+    ) -> list[MicroBatchLoss]:
         """Add the gradient of the next `count` micro-batches of `micro_batches`.
 
         Args:
             micro_batches: the micro-batches.
             count: how many of them are computed.
-            share_of: maps a micro-batch and its outputs to its share. It is called in at least one process of
+            loss_of: maps a micro-batch and its outputs to its loss. It is called in at least one process of
                 the replica.
             options: see `infer`.
 
         Returns:
-            The shares without gradient, which are the same on every process of the replica.
+            The losses without gradient, which are the same on every process of the replica.
         """
 
     @abstractmethod
@@ -247,7 +249,11 @@ class Engine(ABC):
 
     @abstractmethod
     def snapshot_hf(
-        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None,
+        base: str | Path,
+        checkpoint_folder: str | Path,
     ) -> Snapshot:
         """Return a snapshot that writes a Hugging Face folder, with adapters merged.
 
@@ -257,5 +263,6 @@ class Engine(ABC):
             path: the folder to write.
             tokenizer: the model's tokenizer, or None.
             base: the folder that the model came from.
-            saved: the folder of a snapshot of the same moment, which must be written before this one.
+            checkpoint_folder: the folder of a snapshot of the same moment, which must be written before this
+                one.
         """

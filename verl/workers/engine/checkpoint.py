@@ -154,23 +154,23 @@ def write_hf_folder(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     base: str | Path,
-    saved: str | Path,
+    checkpoint_folder: str | Path,
 ) -> None:
     """Write a Hugging Face folder.
 
     Args:
         model: the model, for its class and configuration.
-        weights: the names of the tensors to take from the policy's checkpoint in `saved` (see
+        weights: the names of the tensors to take from the policy's checkpoint in `checkpoint_folder` (see
             `write_hf_weights`), or the whole tensors.
         folder: the folder to write.
         tokenizer: the model's tokenizer, or None.
         base: the folder that the model came from.
-        saved: the folder of the policy's checkpoint.
+        checkpoint_folder: the folder of the policy's checkpoint.
     """
     if isinstance(weights, dict):
         model.save_pretrained(folder, state_dict=weights)
     else:
-        write_hf_weights(model, weights, Path(saved) / "dcp", folder)
+        write_hf_weights(model, weights, Path(checkpoint_folder) / "dcp", folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     for name in COPIED_FILES:
@@ -192,18 +192,18 @@ def saved_tensors(dcp_folder: Path, prefix: str = "") -> dict[str, Tensor]:
 
 
 def read_tensors(
-    dcp_folder: Path, like: Mapping[str, Tensor], prefix: str = ""
+    dcp_folder: Path, tensors_on_meta: Mapping[str, Tensor], prefix: str = ""
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor on CPU) of a checkpoint in the order of `like`, with a few in memory at a time.
+    """Yield (name, tensor on CPU) of a checkpoint, with a few in memory at a time.
 
-    One process reads by itself, whatever other processes there are.
+    The order is that of `tensors_on_meta`. One process reads by itself, whatever other processes there are.
     """
     batch: list[str] = []
-    for number, (name, tensor) in enumerate(like.items(), start=1):
+    for number, (name, tensor) in enumerate(tensors_on_meta.items(), start=1):
         batch.append(name)
-        size = sum(like[key].nbytes for key in batch)
-        if size + tensor.nbytes >= BYTES_AT_ONCE or number == len(like):
-            loaded = {prefix + key: torch.empty_like(like[key], device="cpu") for key in batch}
+        size = sum(tensors_on_meta[key].nbytes for key in batch)
+        if size + tensor.nbytes >= BYTES_AT_ONCE or number == len(tensors_on_meta):
+            loaded = {prefix + key: torch.empty_like(tensors_on_meta[key], device="cpu") for key in batch}
             dcp.load(loaded, checkpoint_id=dcp_folder, no_dist=True)
             yield from ((key, loaded.pop(prefix + key)) for key in batch)
             batch = []
@@ -224,24 +224,27 @@ def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: P
     """
     folder.mkdir(parents=True, exist_ok=True)
     saved = saved_tensors(dcp_folder, MODEL_PREFIX)
-    like = {name: saved[name] for name in names if name in saved}
+    tensors_on_meta = {name: saved[name] for name in names if name in saved}
     if missing := [name for name in names if name not in saved]:
         raise ValueError(
             f"{dcp_folder} has no {missing[0]} (and {len(missing) - 1} more tensors of the model); expected "
             "a policy's checkpoint with whole weights, of the model in question."
         )
-    reverted = revert_weight_conversion(model, dict(like))
-    if reverted.keys() != like.keys():  # the model's files have other tensors than the model in memory
-        model.save_pretrained(folder, state_dict=dict(read_tensors(dcp_folder, like, MODEL_PREFIX)))
+    reverted = revert_weight_conversion(model, dict(tensors_on_meta))
+    # The model's files may have other tensors than the model in memory.
+    if reverted.keys() != tensors_on_meta.keys():
+        model.save_pretrained(
+            folder, state_dict=dict(read_tensors(dcp_folder, tensors_on_meta, MODEL_PREFIX))
+        )
         return
-    model.config.dtype = str(next(iter(like.values())).dtype).removeprefix("torch.")
+    model.config.dtype = str(next(iter(tensors_on_meta.values())).dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    split = split_torch_state_dict_into_shards(like, max_shard_size=MAX_FILE_SIZE)
+    split = split_torch_state_dict_into_shards(tensors_on_meta, max_shard_size=MAX_FILE_SIZE)
     for file, in_file in split.filename_to_tensors.items():
-        chosen = {name: like[name] for name in in_file}
+        chosen = {name: tensors_on_meta[name] for name in in_file}
         write_safetensors(folder / file, chosen, read_tensors(dcp_folder, chosen, MODEL_PREFIX))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

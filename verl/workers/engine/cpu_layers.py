@@ -41,7 +41,8 @@ from verl.workers.rollout.native.cpu_kernel import (
 )
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Gemma3DecoderLayer)
-CALLED = "1be8d061"  # digest of what the kernels call in cpu_kernel.py; a test says why, and the new value
+# Digest of the functions of cpu_kernel.py that these kernels call. A test says why, and what to write here.
+KERNEL_DIGEST = "1be8d061"
 _MOST_LOGITS = 2**26  # in a chunk of rows: 128 MB
 _FLOOR = np.float32(-1e4)
 _BLOCK = 64  # rows whose share of a weight's gradient is summed together
@@ -97,8 +98,8 @@ def _forward(
     half = attention.head_dim // 2
     cos, sin = (table[0, :, :half].float().contiguous() for table in position_embeddings)
     for_query, for_key = (getattr(attention, f"{name}_norm", None) for name in "qk")
-    query = _turned(query, for_query, cos, sin, is_gemma)
-    key = _turned(key, for_key, cos, sin, is_gemma)
+    query = _rotate(query, for_query, cos, sin, is_gemma)
+    key = _rotate(key, for_key, cos, sin, is_gemma)
     window_config = self.self_attn.config if isinstance(self, MistralDecoderLayer) else attention
     query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
     attended = packed_attention_forward(
@@ -141,13 +142,13 @@ def _normed(x: Tensor, norm: Any, is_gemma: bool) -> Tensor:
     return _Norm.apply(x, norm.weight, eps, 1.0 if is_gemma else 0.0, None)
 
 
-def _turned(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, is_gemma: bool) -> Tensor:
+def _rotate(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, is_gemma: bool) -> Tensor:
     weight = None
     eps = 0.0
     if norm is not None:
         weight = norm.weight
         eps = norm.eps if is_gemma else norm.variance_epsilon
-    return _Turned.apply(x, weight, cos, sin, eps, 1.0 if is_gemma else 0.0)
+    return _Rotated.apply(x, weight, cos, sin, eps, 1.0 if is_gemma else 0.0)
 
 
 class _Norm(torch.autograd.Function):
@@ -185,7 +186,7 @@ class _Norm(torch.autograd.Function):
         return grad_x, block_grads.sum(0).to(ctx.dtype), None, None, grad if ctx.adds else None
 
 
-class _Turned(torch.autograd.Function):
+class _Rotated(torch.autograd.Function):
     """The heads x [T, H, D] bfloat16, rotated by cos and sin [T, D / 2] float32.
 
     If there is a weight [D], the heads are normed first.
@@ -200,7 +201,7 @@ class _Turned(torch.autograd.Function):
         out = torch.empty_like(x)
         tables = cos.numpy(), sin.numpy()
         arguments = as_array(x), factors.numpy(), np.float32(eps), *tables, as_array(out)
-        share_rows(_turn_forward, len(x), *arguments)
+        share_rows(_rotate_forward, len(x), *arguments)
         ctx.save_for_backward(x, factors, cos, sin)
         ctx.eps = np.float32(eps)
         ctx.dtype = None if weight is None else weight.dtype
@@ -214,7 +215,7 @@ class _Turned(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         block_grads = torch.zeros(-(-len(x) // _BLOCK), len(factors))
         arguments = as_array(x), factors.numpy(), ctx.eps, cos.numpy(), sin.numpy(), as_array(grad)
-        share_rows(_turn_backward, len(block_grads), *arguments, as_array(grad_x), block_grads.numpy())
+        share_rows(_rotate_backward, len(block_grads), *arguments, as_array(grad_x), block_grads.numpy())
         grad_weight = None if ctx.dtype is None else block_grads.sum(0).to(ctx.dtype)
         return grad_x, grad_weight, None, None, None, None
 
@@ -244,7 +245,7 @@ class _Gated(torch.autograd.Function):
 
 
 def cpu_log_prob(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, *with_: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, *ignored: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what `linear_log_prob` computes, always all three outputs.
 
@@ -398,7 +399,7 @@ def _norm_backward(first, last, x, weight, eps, grad, grad_x, grad_weight):
 
 
 @jit
-def _turn_forward(first, last, x, weight, eps, cos, sin, out):
+def _rotate_forward(first, last, x, weight, eps, cos, sin, out):
     half = cos.shape[1]
     for row in range(first, last):
         for head in range(x.shape[1]):
@@ -417,7 +418,7 @@ def _turn_forward(first, last, x, weight, eps, cos, sin, out):
 
 
 @jit
-def _turn_backward(first, last, x, weight, eps, cos, sin, grad, grad_x, grad_weight):
+def _rotate_backward(first, last, x, weight, eps, cos, sin, grad, grad_x, grad_weight):
     """Compute the gradients of the rotation and of the norm before it, for blocks of rows.
 
     `first` and `last` count blocks. The gradient is rotated back, and then goes through the norm's backward

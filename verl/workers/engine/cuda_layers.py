@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FEWEST_PARAMETERS = 100_000_000  # for a smaller model, a step gains less than compiling takes
 
 
-def is_compiled(num_parameters: int) -> bool:
+def is_large_enough_to_compile(num_parameters: int) -> bool:
     """Return whether a model of this size is compiled, where that is possible."""
     return num_parameters >= FEWEST_PARAMETERS and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
 
@@ -61,7 +61,7 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
     layers = getattr(backbone, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return False
-    if not is_compiled(sum(p.numel() for p in module.parameters())) or not can_compile():
+    if not is_large_enough_to_compile(sum(p.numel() for p in module.parameters())) or not can_compile():
         return False
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))
     for layer in list(layers)[: -1 if module.is_short else None]:  # a shortened layer computes few tokens

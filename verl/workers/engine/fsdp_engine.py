@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.single_controller.base import DataPosition
 from verl.utils.device import return_free_memory
 from verl.utils.packing import PackedMicroBatch, shard_micro_batch
-from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
+from verl.workers.engine.base import Engine, MicroBatchLoss, MicroBatchLossOf, Outputs
 from verl.workers.engine.checkpoint import (
     ADAPTER_FOLDER,
     check_fits,
@@ -219,14 +219,14 @@ class TrainEngine(Engine):
             yield micro_batch, self._forward(micro_batch, options)
 
     def forward_backward(
-        self, micro_batches: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **options: Any
-    ) -> list[Share]:
-        shares = []
+        self, micro_batches: Iterable[PackedMicroBatch], count: int, loss_of: MicroBatchLossOf, **options: Any
+    ) -> list[MicroBatchLoss]:
+        losses = []
         for number, micro_batch in enumerate(islice(micro_batches, count)):
-            share = share_of(micro_batch, self._forward(micro_batch, options))
-            self._backward(share.loss, is_last=number == count - 1)
-            shares.append(share.detach())
-        return shares
+            micro_batch_loss = loss_of(micro_batch, self._forward(micro_batch, options))
+            self._backward(micro_batch_loss.loss, is_last=number == count - 1)
+            losses.append(micro_batch_loss.detach())
+        return losses
 
     def _forward(self, micro_batch: PackedMicroBatch, options: Mapping[str, Any]) -> Outputs:
         group = self.layout.sequence
@@ -430,7 +430,11 @@ class TrainEngine(Engine):
             dist.barrier()
 
     def snapshot_hf(
-        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None,
+        base: str | Path,
+        checkpoint_folder: str | Path,
     ) -> Snapshot:
         """Return a snapshot that writes a Hugging Face folder, as `Engine.snapshot_hf` does.
 
@@ -445,7 +449,9 @@ class TrainEngine(Engine):
                 weights = {name: tensor.cpu() for name, tensor in named_tensors if self._rank == 0}
         if self._rank > 0:
             return Snapshot()
-        return Snapshot(write=partial(write_hf_folder, model, weights, Path(path), tokenizer, base, saved))
+        return Snapshot(
+            write=partial(write_hf_folder, model, weights, Path(path), tokenizer, base, checkpoint_folder)
+        )
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -133,7 +133,7 @@ def _short_forward(
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadWeights:
     """The weights that are still in a folder.
 
     Attributes:
@@ -163,7 +163,7 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapters: Adapters | None = None, unread: Unread | None = None
+        self, model: PreTrainedModel, adapters: Adapters | None = None, unread: UnreadWeights | None = None
     ):
         super().__init__()
         self.model = model
@@ -193,7 +193,7 @@ class ValueModel(nn.Module):
     """A backbone with a scalar head, for the value of the state before each loss token of a micro-batch."""
 
     def __init__(
-        self, model: PreTrainedModel, adapters: Adapters | None = None, unread: Unread | None = None
+        self, model: PreTrainedModel, adapters: Adapters | None = None, unread: UnreadWeights | None = None
     ):
         super().__init__()
         self.model = model
@@ -255,10 +255,10 @@ def keep_stream_in_float32(backbone: Any) -> None:
     embedding.register_forward_hook(lambda module, arguments, output: output.float() * factor)
     for module in backbone.modules():
         if isinstance(module, nn.LayerNorm) and module.weight is not None:
-            module.register_forward_pre_hook(_in_the_norms_type)
+            module.register_forward_pre_hook(_cast_to_norm_dtype)
 
 
-def _in_the_norms_type(norm: nn.LayerNorm, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+def _cast_to_norm_dtype(norm: nn.LayerNorm, inputs: tuple[torch.Tensor]) -> torch.Tensor:
     """Return the input of a layer norm in the norm's type, because on CPU torch takes no other type.
 
     On CUDA autocast handles it.
@@ -267,7 +267,10 @@ def _in_the_norms_type(norm: nn.LayerNorm, inputs: tuple[torch.Tensor]) -> torch
 
 
 def load_policy(
-    model_config: Mapping[str, Any], dtype: torch.dtype, with_adapters: bool = True, reads: bool = True
+    model_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    with_adapters: bool = True,
+    reads_weights: bool = True,
 ) -> PolicyModel:
     """Load the policy that `actor_rollout_ref.model` describes, on CPU.
 
@@ -276,13 +279,15 @@ def load_policy(
         dtype: the dtype of the weights.
         with_adapters: whether to add the LoRA adapters of the block. False is for a model that is not
             trained.
-        reads: False leaves the weights in the folder, where each process can read its part of them
+        reads_weights: False leaves the weights in the folder, where each process can read its part of them
             (`unread`).
 
     Raises:
         ValueError: the folder or the model does not fit.
     """
-    model, adapters, unread = _load(model_config, AutoModelForCausalLM, dtype, with_adapters, reads)
+    model, adapters, unread = _load_model(
+        model_config, AutoModelForCausalLM, dtype, with_adapters, reads_weights
+    )
     text_config = model.config.get_text_config()
     for name in LOGIT_TRANSFORMS:
         if getattr(text_config, name, None) not in (None, 1, 1.0):
@@ -299,12 +304,14 @@ def load_policy(
     return PolicyModel(model, adapters, unread)
 
 
-def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype, reads: bool = True) -> ValueModel:
+def load_value_model(
+    model_config: Mapping[str, Any], dtype: torch.dtype, reads_weights: bool = True
+) -> ValueModel:
     """Load the critic that `critic.model` describes, on CPU: the folder's backbone with a new head.
 
     The arguments are those of `load_policy`.
     """
-    return ValueModel(*_load(model_config, AutoModel, dtype, reads=reads))
+    return ValueModel(*_load_model(model_config, AutoModel, dtype, reads_weights=reads_weights))
 
 
 def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
@@ -333,19 +340,19 @@ def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
     return config
 
 
-def check_heads(model_config: Mapping[str, Any], num_sharing: int) -> None:
-    """Check that `num_sharing` processes can share the model's attention heads.
+def check_heads(model_config: Mapping[str, Any], num_token_sharing: int) -> None:
+    """Check that `num_token_sharing` processes can share the model's attention heads.
 
     Raises ValueError if their number does not divide that of the heads.
     """
-    if num_sharing == 1:
+    if num_token_sharing == 1:
         return
     num_heads = load_hf_config(model_config).get_text_config().num_attention_heads
-    if num_heads % num_sharing:
+    if num_heads % num_token_sharing:
         good = [size for size in range(2, num_heads + 1) if num_heads % size == 0]
         raise ValueError(
-            f"Found ulysses_sequence_parallel_size={num_sharing}, but {model_config['path']} has {num_heads} "
-            f"attention heads; expected a number that divides them: {', '.join(map(str, good))}."
+            f"Found ulysses_sequence_parallel_size={num_token_sharing}, but {model_config['path']} has "
+            f"{num_heads} attention heads; expected a number that divides them: {', '.join(map(str, good))}."
         )
 
 
@@ -405,9 +412,9 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def _empty(
+def _build_unread(
     auto_class: Any, config: PretrainedConfig, folder: Path, options: Mapping[str, Any]
-) -> tuple[PreTrainedModel, Unread] | None:
+) -> tuple[PreTrainedModel, UnreadWeights] | None:
     """Create the model with weights that are unread.
 
     Return None if the files have other names or shapes than the model, or if there are more files than the
@@ -433,16 +440,16 @@ def _empty(
         names[name] = matches[0]
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, Unread(folder, names)
+    return model, UnreadWeights(folder, names)
 
 
-def _load(
+def _load_model(
     model_config: Mapping[str, Any],
     auto_class: Any,
     dtype: torch.dtype,
     with_adapters: bool = True,
-    reads: bool = True,
-) -> tuple[PreTrainedModel, Adapters | None, Unread | None]:
+    reads_weights: bool = True,
+) -> tuple[PreTrainedModel, Adapters | None, UnreadWeights | None]:
     config = load_hf_config(model_config)
     source = _source(model_config)
     folder = Path(source)
@@ -454,8 +461,10 @@ def _load(
         "attn_implementation": PACKED_ATTENTION,
         "trust_remote_code": model_config.get("trust_remote_code", False),
     }
-    empty = None if reads or not has_safetensors else _empty(auto_class, config, folder, options)
-    model, unread = empty or (_whole(auto_class, config, source, options), None)
+    empty = (
+        None if reads_weights or not has_safetensors else _build_unread(auto_class, config, folder, options)
+    )
+    model, unread = empty or (_load_weights(auto_class, config, source, options), None)
     for module in model.modules():  # chance must not influence a token's probability
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -491,7 +500,7 @@ def set_forward(layer: Any, function: Callable[..., torch.Tensor]) -> None:
     layer.forward = forward
 
 
-def _whole(
+def _load_weights(
     auto_class: Any, config: PretrainedConfig, source: str, options: Mapping[str, Any]
 ) -> PreTrainedModel:
     """Load the model with its weights.

@@ -39,7 +39,7 @@ def wants_adapters(model_config: Mapping[str, Any]) -> bool:
     return bool(model_config.get("lora_rank")) or model_config.get("lora_adapter_path") is not None
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one, gathered by all ranks together, or a plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -94,7 +94,8 @@ class Adapters:
         """
         layer = self.layers[name]
         a, b = (
-            whole(layer.get_parameter(f"{kind}.{ADAPTER}.weight").detach()) for kind in ("lora_A", "lora_B")
+            gather_full(layer.get_parameter(f"{kind}.{ADAPTER}.weight").detach())
+            for kind in ("lora_A", "lora_B")
         )
         return torch.addmm(base.float(), b, a, alpha=layer.scaling[ADAPTER]).to(base.dtype)
 
@@ -115,8 +116,8 @@ def plain_parameters(
         is_adapted = adapters is not None and module.endswith(".base_layer")
         module = module.removesuffix(".base_layer") if is_adapted else module
         if adapters is not None and is_adapted and kind == "weight":
-            tensor = adapters.merged(module, whole(tensor))
-        tensor = whole(tensor if dtype is None else tensor.to(dtype))
+            tensor = adapters.merged(module, gather_full(tensor))
+        tensor = gather_full(tensor if dtype is None else tensor.to(dtype))
         yield f"{module}.{kind}" if module else kind, tensor
 
 
@@ -249,7 +250,7 @@ def load_adapter(adapters: Adapters, path: str | Path) -> None:
 def save_adapter(adapters: Adapters, folder: Path, writes: bool) -> None:
     """Write a PEFT folder from the rank where `writes` is True; all ranks gather the tensors together."""
     tensors = {
-        f"{_PEFT_PREFIX}{name}": whole(p.detach()).cpu().contiguous()
+        f"{_PEFT_PREFIX}{name}": gather_full(p.detach()).cpu().contiguous()
         for name, p in adapters.parameters().items()
     }
     if writes:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw as adamw_update
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.workers.engine.lora import whole
+from verl.workers.engine.lora import gather_full
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic polynomial in the post
 NUM_ITERATIONS = 5
@@ -104,7 +104,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         assert gradient is not None
         average = self.state[parameter]["momentum_buffer"]
         average.mul_(momentum).add_(gradient)
-        update = orthogonalised(whole(gradient.add(average, alpha=momentum)))
+        update = orthogonalised(gather_full(gradient.add(average, alpha=momentum)))
         if isinstance(parameter, DTensor):  # each process has the whole update, so nothing is sent
             mesh = parameter.device_mesh
             placements = parameter.placements

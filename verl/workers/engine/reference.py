@@ -26,22 +26,22 @@ class Reference:
 
     Args:
         policy: the engine that is trained.
-        own: the reference's own engine. None means that the policy's engine computes the reference, with its
-            adapters switched off.
+        own_engine: the reference's own engine. None means that the policy's engine computes the reference,
+            with its adapters switched off.
     """
 
-    def __init__(self, policy: Engine, own: Engine | None):
-        assert own is not None or policy.adapters is not None
+    def __init__(self, policy: Engine, own_engine: Engine | None):
+        assert own_engine is not None or policy.adapters is not None
         self.policy = policy
-        self.own = own
+        self.own_engine = own_engine
         self.is_reset = False
-        self._kept: dict[str, Tensor] = {}  # with LoRA: a copy of the adapters at the last reset
+        self._adapters_at_reset: dict[str, Tensor] = {}  # with LoRA: a copy of the adapters at the last reset
 
     @contextmanager
     def active(self) -> Iterator[Engine]:
         """Yield the engine that computes the reference's log-probs inside the block."""
-        if self.own is not None:
-            yield self.own
+        if self.own_engine is not None:
+            yield self.own_engine
             return
         adapters = self.policy.adapters
         assert adapters is not None
@@ -51,7 +51,7 @@ class Reference:
             return
         self.policy.wait_for_snapshot()  # a snapshot must see the trained adapters
         trained = {name: p.detach().clone() for name, p in adapters.parameters().items()}
-        copy_tensors(self._kept, adapters.parameters())
+        copy_tensors(self._adapters_at_reset, adapters.parameters())
         try:
             yield self.policy
         finally:
@@ -59,19 +59,21 @@ class Reference:
 
     def reset(self) -> None:
         """Make the present policy the reference."""
-        if self.own is not None:
-            self.own.copy_weights(self.policy)
+        if self.own_engine is not None:
+            self.own_engine.copy_weights(self.policy)
         else:
             assert self.policy.adapters is not None
-            self._kept = {n: p.detach().clone() for n, p in self.policy.adapters.parameters().items()}
+            self._adapters_at_reset = {
+                n: p.detach().clone() for n, p in self.policy.adapters.parameters().items()
+            }
         self.is_reset = True
 
     def save(self, folder: Path) -> None:
         """Write the reference into a checkpoint's folder, if it was reset."""
-        if self.is_reset and self.own is not None:
-            self.own.save_weights(folder / FOLDER)
+        if self.is_reset and self.own_engine is not None:
+            self.own_engine.save_weights(folder / FOLDER)
         elif self.is_reset:
-            save_tensors(self._kept, folder / FOLDER)
+            save_tensors(self._adapters_at_reset, folder / FOLDER)
 
     def load(self, folder: Path) -> None:
         """Load the reference of a checkpoint.
@@ -79,10 +81,12 @@ class Reference:
         If the checkpoint has none, the reference stays the policy that training started from.
         """
         if (folder / FOLDER).is_dir():
-            if self.own is not None:
-                self.own.load_weights(folder / FOLDER)
+            if self.own_engine is not None:
+                self.own_engine.load_weights(folder / FOLDER)
             else:
                 assert self.policy.adapters is not None
-                self._kept = {n: p.detach().clone() for n, p in self.policy.adapters.parameters().items()}
-                load_tensors(self._kept, folder / FOLDER)
+                self._adapters_at_reset = {
+                    n: p.detach().clone() for n, p in self.policy.adapters.parameters().items()
+                }
+                load_tensors(self._adapters_at_reset, folder / FOLDER)
             self.is_reset = True

@@ -26,7 +26,7 @@ from verl.utils.durable import sync_tree
 logger = logging.getLogger(__name__)
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing, for a snapshot that has nothing to copy or to write."""
 
 
@@ -43,8 +43,8 @@ class Snapshot:
         write: writes the files. Without `copy` before it, it writes the state at the time of the call.
     """
 
-    def __init__(self, copy: Callable[[], None] | None = None, write: Callable[[], None] = nothing):
-        self._copy = copy or nothing
+    def __init__(self, copy: Callable[[], None] | None = None, write: Callable[[], None] = do_nothing):
+        self._copy = copy or do_nothing
         self._write = write
         self._is_taken = threading.Event()
         if copy is None:

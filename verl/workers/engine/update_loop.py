@@ -32,7 +32,7 @@ from verl.protocol import DataProto
 from verl.utils.device import to_device
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_by_prefix, plan_padded
 from verl.utils.turn_rows import TRAJECTORY, rows_of
-from verl.workers.engine.base import Engine, Outputs, Share
+from verl.workers.engine.base import Engine, MicroBatchLoss, Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,12 @@ class MicroBatchLimits:
 
     @classmethod
     def from_config(
-        cls, block: Mapping[str, Any], prefix: str, device: torch.device, packed: bool, num_sharing: int = 1
+        cls,
+        block: Mapping[str, Any],
+        prefix: str,
+        device: torch.device,
+        padded: bool,
+        num_token_sharing: int = 1,
     ) -> MicroBatchLimits:
         """Read the limits from a block of the configuration.
 
@@ -84,15 +89,15 @@ class MicroBatchLimits:
             block: a block of the configuration.
             prefix: the beginning of the keys' names.
             device: the device of the passes.
-            packed: whether passes are packed, not padded.
-            num_sharing: how many processes share the tokens of a pass. The configured numbers of tokens are
-                for each of these processes.
+            padded: whether passes are padded, not packed.
+            num_token_sharing: how many processes share the tokens of a pass. The configured numbers of
+                tokens are for each of these processes.
         """
-        cpu_limit = CPU_TOKENS_PER_PACK * num_sharing if device.type == "cpu" else None
+        cpu_limit = CPU_TOKENS_PER_PACK * num_token_sharing if device.type == "cpu" else None
         if not block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]:
-            return cls(block[f"{prefix}_micro_batch_size_per_gpu"], cpu_limit, not packed)
-        budget = block[f"{prefix}_max_token_len_per_gpu"] * num_sharing
-        return cls(None, min(budget, cpu_limit or budget), not packed)
+            return cls(block[f"{prefix}_micro_batch_size_per_gpu"], cpu_limit, padded)
+        budget = block[f"{prefix}_max_token_len_per_gpu"] * num_token_sharing
+        return cls(None, min(budget, cpu_limit or budget), padded)
 
 
 def pack_micro_batches(
@@ -150,7 +155,7 @@ def infer_rows(
     engine: Engine,
     limits: MicroBatchLimits,
     options: Mapping[str, Any],
-    wanted: Sequence[int] = (0,),
+    output_numbers: Sequence[int] = (0,),
 ) -> list[Tensor]:
     """Return outputs of `Engine.infer` for some rows of a batch.
 
@@ -160,20 +165,20 @@ def infer_rows(
         engine: this rank's share of the model.
         limits: the limits of a pass.
         options: the options of `Engine.infer`.
-        wanted: the numbers of the outputs to return.
+        output_numbers: the numbers of the outputs to return.
 
     Returns:
         A tensor [N, R] float32 on CPU for each wanted output. It is 0 where there is no loss token, and in
         all other rows.
     """
-    results = [torch.zeros(batch["response_mask"].shape, device=engine.device) for _ in wanted]
+    results = [torch.zeros(batch["response_mask"].shape, device=engine.device) for _ in output_numbers]
     with engine.loaded():
         micro_batches = pack_micro_batches(batch, rows, engine, limits)[1]
         for micro_batch, outputs in engine.infer(micro_batches, **options):
             # a pass without loss tokens only serves other replicas, and its row is arbitrary
             if len(micro_batch.cells):
                 row_index = to_device(micro_batch.rows, engine.device)
-                for result, number in zip(results, wanted, strict=True):
+                for result, number in zip(results, output_numbers, strict=True):
                     result[row_index] = micro_batch.unpack(outputs[number])
     return [result.cpu() for result in results]
 
@@ -197,7 +202,7 @@ class Objective(Protocol):
     """The loss of one mini-batch."""
 
     @property
-    def idle_rows(self) -> Sequence[int]:
+    def rows_without_gradient(self) -> Sequence[int]:
         """Return the rows that are known to have no gradient."""
         ...
 
@@ -206,7 +211,7 @@ class Objective(Protocol):
         """Return what the model is to compute; see `Engine.infer`."""
         ...
 
-    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share: ...
+    def loss_of(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> MicroBatchLoss: ...
 
     @property
     def step_bound(self) -> StepLimit | None:
@@ -307,7 +312,7 @@ class UpdateLoop:
                         names = names[batch[TRAJECTORY].numpy()]
                     self._count_skipped(partial(first_not_finite, engine, batch, rows, objective, names))
         reductions: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": fmean}
-        metrics = {name: reductions[_op(name)](values) for name, values in step_values.items()} | {
+        metrics = {name: reductions[_reduction_of(name)](values) for name, values in step_values.items()} | {
             f"{self.name}/lr": engine.lr,
             f"{self.name}/num_skipped_updates": float(num_skipped),
             f"{self.name}/num_skipped_in_a_row": float(self.num_skipped_in_a_row),
@@ -360,8 +365,8 @@ class UpdateLoop:
             Metrics that are the same on every rank, or an empty dictionary if nothing was computed.
         """
         engine = self.engine
-        shares = list[Share]()
-        idle = set(objective.idle_rows)
+        losses = list[MicroBatchLoss]()
+        idle = set(objective.rows_without_gradient)
         active = [row for row in mini_batch.rows if row not in idle]
         num_idle, idle_batches = self._micro_batches(batch, sorted(idle))
         num_active, active_batches = self._micro_batches(batch, active)
@@ -373,16 +378,16 @@ class UpdateLoop:
         for micro_batch, outputs in engine.infer(
             islice(micro_batches, num_idle + num_active - num_backward), **options
         ):
-            shares.append(objective.share(micro_batch, outputs))
-        shares += engine.forward_backward(micro_batches, num_backward, objective.share, **options)
+            losses.append(objective.loss_of(micro_batch, outputs))
+        losses += engine.forward_backward(micro_batches, num_backward, objective.loss_of, **options)
         values: dict[str, list[Tensor]] = {}
-        for share in shares:
-            for name, value in (*share.metrics.items(), ("loss", share.loss)):
+        for micro_batch_loss in losses:
+            for name, value in (*micro_batch_loss.metrics.items(), ("loss", micro_batch_loss.loss)):
                 values.setdefault(name, []).append(value)
         totals: dict[str, float] = {}
         # all ranks make the same number of passes, so they have the same names
         for op in ("sum", "min", "max"):
-            names = [name for name in values if _op(name) == op]
+            names = [name for name in values if _reduction_of(name) == op]
             reduced = [float(getattr(torch.stack(values[name]), op)()) for name in names]
             totals |= dict(zip(names, engine.reduce(reduced, op), strict=True))
         return totals
@@ -395,7 +400,7 @@ class UpdateLoop:
             return 0, ()
         return pack_micro_batches(batch, rows, self.engine, self.limits)
 
-    def _count_skipped(self, why: Callable[[], str]) -> None:
+    def _count_skipped(self, reason: Callable[[], str]) -> None:
         """Count a step that was not made, and log the reason.
 
         Finding the reason costs passes, so only the first of several skipped steps in a row is explained.
@@ -403,12 +408,12 @@ class UpdateLoop:
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row > 1:
             return
-        self.skipped_update = why()
+        self.skipped_update = reason()
         if self.engine.world_size == 1 or dist.get_rank() == 0:
             logger.warning("%s: an update is skipped: %s", self.name, self.skipped_update)
 
 
-def _op(name: str) -> str:
+def _reduction_of(name: str) -> str:
     """Return how a metric's values are combined: "min", "max" or "sum".
 
     The values of `*/min` are reduced to their minimum, those of `*/max` to their maximum. All others are
@@ -488,9 +493,11 @@ def first_not_finite(
     if reason := _over_ranks(engine, bad_input):
         return reason
     for micro_batch in pack_micro_batches(batch, rows, engine, MicroBatchLimits(1, None, False))[1]:
-        (share,) = engine.forward_backward([micro_batch], 1, objective.share, **objective.options)
+        (micro_batch_loss,) = engine.forward_backward(
+            [micro_batch], 1, objective.loss_of, **objective.options
+        )
         norm, _ = engine.step(discard=True)
-        (in_loss,) = engine.reduce([float(not share.loss.isfinite())], "sum")
+        (in_loss,) = engine.reduce([float(not micro_batch_loss.loss.isfinite())], "sum")
         if in_loss or not math.isfinite(norm):  # with several ranks, in one of the rows of that pass
             row_here = row_name(int(micro_batch.rows[0])) if len(micro_batch.cells) else ""
             quantity = "the loss" if in_loss else "only the gradient"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-USED = (  # the parts of Megatron that models and engines here use
+USED_MODULES = (  # the parts of Megatron that models and engines here use
     "megatron.core.models.gpt",
     "megatron.core.distributed",
     "megatron.core.optimizer",
@@ -42,7 +42,7 @@ def install(device: torch.device) -> None:
     if device.type != "cpu":
         return
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
-    for name in USED:
+    for name in USED_MODULES:
         importlib.import_module(name)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and vars(module).get("torch") is torch:

@@ -113,7 +113,7 @@ def transformer_config(
     device: torch.device,
     dtype: torch.dtype,
     recompute: bool,
-    fuses: bool,
+    compiles: bool,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a model.
 
@@ -126,7 +126,8 @@ def transformer_config(
         device: the device of parameters and computation.
         dtype: the dtype of parameters and computation.
         recompute: keep only each layer's input for the backward pass (gradient checkpointing).
-        fuses: compile the operations between two matrix products, both Megatron's and those of this module.
+        compiles: compile the operations between two matrix products, both Megatron's and those of this
+            module.
     """
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -157,8 +158,8 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # no experts, but the default refuses variable lengths
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
-        bias_activation_fusion=fuses,
-        bias_dropout_fusion=fuses,
+        bias_activation_fusion=compiles,
+        bias_dropout_fusion=compiles,
         apply_rope_fusion=False,  # rotation and attention are those of this module
         masked_softmax_fusion=False,
         recompute_granularity="full" if recompute else None,

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
+from verl.workers.engine.base import Engine, MicroBatchLoss, MicroBatchLossOf, Outputs
 from verl.workers.engine.checkpoint import (
     check_fits,
     has_optimizer,
@@ -97,9 +97,9 @@ class MegatronEngine(Engine):
             # the parameters are rounded, so the main weights are read from the folder again
             if precision.compute != torch.float32:
                 read = initial_weights(model, built)
-                for parameter in built.weights.here:
-                    local = built.weights.local(parameter, read).to(device)
-                    self.optimizer.put(built.parameter(parameter.name), "param", local)
+                for parameter in built.weights.local_parameters:
+                    local_tensor = built.weights.local_tensor(parameter, read).to(device)
+                    self.optimizer.set_shard(built.parameter(parameter.name), "param", local_tensor)
         self._pipeline = Pipeline(trained, built.config, num_outputs=3 if built.weights.has_head else 1)
         self._writing_group: dist.ProcessGroup | None = None  # for the threads that write snapshots
         self._set_offloads(fsdp_config)
@@ -119,9 +119,9 @@ class MegatronEngine(Engine):
             yield from zip(micro_batch_list, self._pipeline.forward(micro_batch_list, options), strict=True)
 
     def forward_backward(
-        self, micro_batches: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **options: Any
-    ) -> list[Share]:
-        return self._pipeline.forward_backward(list(islice(micro_batches, count)), share_of, options)
+        self, micro_batches: Iterable[PackedMicroBatch], count: int, loss_of: MicroBatchLossOf, **options: Any
+    ) -> list[MicroBatchLoss]:
+        return self._pipeline.forward_backward(list(islice(micro_batches, count)), loss_of, options)
 
     def step(self, discard: bool = False) -> tuple[float, bool]:
         assert self.optimizer is not None
@@ -166,9 +166,9 @@ class MegatronEngine(Engine):
         self._params_needed += 1
         self._optimizer_needed += optimizer
         for storage in self._parameters:
-            storage.bring()
+            storage.restore()
         for storage in self._update_state if optimizer else ():
-            storage.bring()
+            storage.restore()
         try:
             yield
         finally:
@@ -181,7 +181,7 @@ class MegatronEngine(Engine):
         unneeded = [] if self._params_needed else list(self._parameters)
         unneeded += [] if self._optimizer_needed else self._update_state
         for storage in unneeded:
-            storage.give_back()
+            storage.park()
         if unneeded:
             torch.cuda.empty_cache()
 
@@ -213,14 +213,14 @@ class MegatronEngine(Engine):
             return
 
         def local(name: str) -> Tensor:
-            return optimizer.whole(self.built.parameter(name), kind)
+            return optimizer.gather(self.built.parameter(name), kind)
 
         yield from self.built.weights.whole_tensors(local, torch.float32, self.device)
 
     def copy_weights(self, source: Engine) -> None:
         assert isinstance(source, MegatronEngine)
         with source.loaded(optimizer=True):  # main weights belong to the optimizer's state
-            self._take(source.whole_tensors("param"))
+            self._set_parameters(source.whole_tensors("param"))
 
     def save_weights(self, folder: Path) -> None:
         with self.loaded():
@@ -228,15 +228,15 @@ class MegatronEngine(Engine):
         save_tensors(share, folder)
 
     def load_weights(self, folder: Path) -> None:
-        self._take(self._read_whole(folder))
+        self._set_parameters(self._read_whole(folder))
 
     @torch.no_grad()
-    def _take(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+    def _set_parameters(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         """Set a frozen engine's parameters from whole tensors in the order of `weights`."""
         assert self.optimizer is None
         with self.loaded():
-            for name, local in self._local_tensors(stream):
-                self.built.parameter(name).copy_(local)
+            for name, local_tensor in self._local_tensors(stream):
+                self.built.parameter(name).copy_(local_tensor)
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -280,22 +280,30 @@ class MegatronEngine(Engine):
         with self.loaded(optimizer=True):
             for kind in kinds:
                 prefix, ending = ("model.", "") if kind == "param" else ("optimizer.state.", f".{kind}")
-                for name, local in self._local_tensors(self._read_whole(folder / "dcp", prefix, ending)):
-                    self.optimizer.put(self.built.parameter(name), kind, local)
+                for name, local_tensor in self._local_tensors(
+                    self._read_whole(folder / "dcp", prefix, ending)
+                ):
+                    self.optimizer.set_shard(self.built.parameter(name), kind, local_tensor)
             self.weights_version = load_progress(folder, self.scheduler, self.device, dist.get_rank())
             if kinds == KINDS:
                 self.optimizer.put_num_steps(self.weights_version)
         dist.barrier()
 
     def snapshot_hf(
-        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None,
+        base: str | Path,
+        checkpoint_folder: str | Path,
     ) -> Snapshot:
         if dist.get_rank() > 0:
             return Snapshot()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.built.hugging_face)
         names = tensor_names(model)
-        return Snapshot(write=partial(write_hf_folder, model, names, Path(path), tokenizer, base, saved))
+        return Snapshot(
+            write=partial(write_hf_folder, model, names, Path(path), tokenizer, base, checkpoint_folder)
+        )
 
     def _saved_name(self, name: str) -> str:
         """Return a parameter's name in a checkpoint.
@@ -344,11 +352,12 @@ class MegatronEngine(Engine):
         weights = self.built.weights
         pieces = dict[str, Tensor]()
         for parameter in weights.parameters:
-            if not parameter.copied:  # a copy comes right after its original, and has the same pieces
+            # A copy comes right after its original, and has the same pieces.
+            if not parameter.is_embedding_copy:
                 pieces = {name: whole for _, (name, whole) in zip(parameter.pieces, stream, strict=False)}
-            if parameter in weights.here:
-                yield parameter.name, weights.local(parameter, partial(_part_of, pieces))
+            if parameter in weights.local_parameters:
+                yield parameter.name, weights.local_tensor(parameter, partial(_region_of, pieces))
 
 
-def _part_of(pieces: Mapping[str, Tensor], piece: Piece, region: tuple[slice, ...]) -> Tensor:
+def _region_of(pieces: Mapping[str, Tensor], piece: Piece, region: tuple[slice, ...]) -> Tensor:
     return pieces[piece.name][region]

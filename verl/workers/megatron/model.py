@@ -40,7 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packing import PackedMicroBatch, ShardedMicroBatch, shard_micro_batch
-from verl.workers.engine.cuda_layers import can_compile, is_compiled
+from verl.workers.engine.cuda_layers import can_compile, is_large_enough_to_compile
 from verl.workers.engine.loading import initial_value_head, load_hf_config
 from verl.workers.engine.lora import wants_adapters
 from verl.workers.megatron import cpu_support, parallel_state
@@ -85,7 +85,7 @@ class _Stage(GPTModel):
         )
         return hidden
 
-    def _shared(self, pack: PackedMicroBatch) -> tuple[PackedMicroBatch, ShardedMicroBatch | None]:
+    def _pad_and_shard(self, pack: PackedMicroBatch) -> tuple[PackedMicroBatch, ShardedMicroBatch | None]:
         """Return the micro-batch, padded so that it can be cut, and this process's share of its context."""
         pack = padded(pack, self.config.tensor_model_parallel_size * self.config.context_parallel_size)
         if self.config.context_parallel_size == 1:
@@ -107,7 +107,7 @@ class PolicyStage(_Stage):
 
         These are [U] float32 each, with one number for each distinct loss token; see `linear_log_prob`.
         """
-        pack, sharded = self._shared(micro_batch)
+        pack, sharded = self._pad_and_shard(micro_batch)
         hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
@@ -142,7 +142,7 @@ class ValueStage(_Stage):
 
         The values are [U] float32, one for each distinct loss token.
         """
-        pack, sharded = self._shared(micro_batch)
+        pack, sharded = self._pad_and_shard(micro_batch)
         hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
@@ -178,8 +178,8 @@ class BuiltModel:
         return self.stage.get_parameter(name)
 
 
-def _fuses(device: torch.device, num_parameters: int) -> bool:
-    return device.type == "cuda" and is_compiled(num_parameters) and can_compile()
+def _compiles(device: torch.device, num_parameters: int) -> bool:
+    return device.type == "cuda" and is_large_enough_to_compile(num_parameters) and can_compile()
 
 
 def build_model(
@@ -215,8 +215,8 @@ def build_model(
     parallel_state.initialize(sizes, device)
     recompute = bool(model_config.get("enable_gradient_checkpointing"))
     weights = WeightMap(shape, sizes, has_head=is_policy)
-    fuses = _fuses(device, sum(math.prod(dims) for dims in weights.shapes().values()))
-    config = transformer_config(shape, sizes, device, dtype, recompute, fuses)
+    compiles = _compiles(device, sum(math.prod(dims) for dims in weights.shapes().values()))
+    config = transformer_config(shape, sizes, device, dtype, recompute, compiles)
     stage_class: Any = PolicyStage if is_policy else ValueStage
     rotary: Any = LlamaRotaryEmbedding  # the same in Qwen2 and Qwen3
     with cpu_support.cuda_names(device):
@@ -224,7 +224,7 @@ def build_model(
     built = BuiltModel(stage.to(device), weights, config, shape, hugging_face)
     # Megatron's gradient norm needs a mark on parameters that are cut over tensor ranks. Megatron sets the
     # mark when it draws initial weights, which it does not do here.
-    for parameter in weights.here:
+    for parameter in weights.local_parameters:
         tensor = built.parameter(parameter.name)
         cut = parameter.pieces[0].cut
         if cut is not None and not hasattr(tensor, "tensor_model_parallel"):
@@ -236,7 +236,7 @@ def build_model(
 def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
     """Return a function that reads the weights that a model begins with.
 
-    It reads them in the dtypes of the model's folder, for `WeightMap.fill` and `local`.
+    It reads them in the dtypes of the model's folder, for `WeightMap.fill` and `local_tensor`.
     """
     folder = Path(model_config["path"]).expanduser()
     if not folder.is_dir():  # a model of the hub, taken from its cache or downloaded
@@ -247,8 +247,8 @@ def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
         initial = initial_value_head(built.shape.hidden)
         value_head = {f"value_head.{kind}": tensor for kind, tensor in initial.items()}
 
-    def read(piece: Piece, pack: tuple[slice, ...]) -> Tensor:
-        return value_head[piece.name][pack] if piece.name in value_head else in_folder(piece, pack)
+    def read(piece: Piece, region: tuple[slice, ...]) -> Tensor:
+        return value_head[piece.name][region] if piece.name in value_head else in_folder(piece, region)
 
     return read
 

@@ -118,7 +118,7 @@ class ShardedAdamW:
     # ----------------------------------------------------------------------------------------------- state
 
     @torch.no_grad()
-    def whole(self, parameter: Tensor, kind: str) -> Tensor:
+    def gather(self, parameter: Tensor, kind: str) -> Tensor:
         """Return one of KINDS of a model's parameter, in the parameter's shape.
 
         It is gathered from the processes that hold the same parameters, which call it together.
@@ -132,8 +132,8 @@ class ShardedAdamW:
         return gathered.view(parameter.shape)
 
     @torch.no_grad()
-    def put(self, parameter: Tensor, kind: str, value: Tensor) -> None:
-        """Set what `whole` returns.
+    def set_shard(self, parameter: Tensor, kind: str, value: Tensor) -> None:
+        """Set what `gather` returns.
 
         Each process takes its shard. If the tensor is the weights, it also updates the model's own copy.
         """

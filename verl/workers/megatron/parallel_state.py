@@ -32,8 +32,8 @@ def initialize(sizes: ParallelSizes, device: torch.device) -> None:
     if _made is not None:
         if _made != sizes:
             raise ValueError(
-                f"Actor, reference and critic of one process share Megatron's groups: found {sizes.words} "
-                f"after {_made.words}; give them the same sizes."
+                f"Actor, reference and critic of one process share Megatron's groups: found "
+                f"{sizes.description} after {_made.description}; give them the same sizes."
             )
         return
     sizes.check(dist.get_world_size())

@@ -1,6 +1,6 @@
 """Micro-batches through the stages of a pipeline, by Megatron's schedules (one stage is a pipeline too).
 
-    micro-batches --forward--> outputs       micro-batches --forward_backward(share_of)--> shares
+    micro-batches --forward--> outputs       micro-batches --forward_backward(loss_of)--> losses
 
 Every stage gets both. Only the last stage has outputs, and it sends them to the others. These know the
 micro-batches and so compute the same metrics from them, so that nothing else has to be sent.
@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.base import Outputs, Share, ShareOf
+from verl.workers.engine.base import MicroBatchLoss, MicroBatchLossOf, Outputs
 
 
 class Pipeline:
@@ -50,32 +50,32 @@ class Pipeline:
             return model(next(iterator), **options), None
 
         collected = [as_outputs(output) for output in self._schedule(step, micro_batches, forward_only=True)]
-        return self._spread(micro_batches, collected)
+        return self._broadcast_outputs(micro_batches, collected)
 
     def forward_backward(
-        self, micro_batches: Sequence[PackedMicroBatch], share_of: ShareOf, options: Mapping[str, Any]
-    ) -> list[Share]:
-        """Add the gradients of all micro-batches' losses, and return their shares without gradient."""
+        self, micro_batches: Sequence[PackedMicroBatch], loss_of: MicroBatchLossOf, options: Mapping[str, Any]
+    ) -> list[MicroBatchLoss]:
+        """Add the gradients of all micro-batches' losses, and return them without gradient."""
         collected: list[Outputs] = []
 
-        def loss(micro_batch: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, Share]:
+        def loss(micro_batch: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, MicroBatchLoss]:
             outputs = as_outputs(result)
             no_tokens = torch.zeros((), dtype=torch.int)  # 0: the loss is not divided by a number of tokens
             collected.append(tuple(output.detach() for output in outputs))
-            share = share_of(micro_batch, outputs)
-            return share.loss, no_tokens, share.detach()
+            micro_batch_loss = loss_of(micro_batch, outputs)
+            return micro_batch_loss.loss, no_tokens, micro_batch_loss.detach()
 
         def step(iterator: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, Any]:
             micro_batch = next(iterator)
             return model(micro_batch, **options), partial(loss, micro_batch)
 
-        shares = self._schedule(step, micro_batches, forward_only=False)
-        outputs = self._spread(micro_batches, collected)
+        losses = self._schedule(step, micro_batches, forward_only=False)
+        outputs = self._broadcast_outputs(micro_batches, collected)
         if self._is_last:
-            return shares
+            return losses
         with torch.no_grad():
             return [
-                share_of(micro_batch, out).detach()
+                loss_of(micro_batch, out).detach()
                 for micro_batch, out in zip(micro_batches, outputs, strict=True)
             ]
 
@@ -98,7 +98,9 @@ class Pipeline:
         )
         return results
 
-    def _spread(self, micro_batches: Sequence[PackedMicroBatch], outputs: list[Outputs]) -> list[Outputs]:
+    def _broadcast_outputs(
+        self, micro_batches: Sequence[PackedMicroBatch], outputs: list[Outputs]
+    ) -> list[Outputs]:
         """Return the last stage's outputs on every stage."""
         if self.num_stages == 1:
             return outputs

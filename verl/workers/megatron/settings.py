@@ -30,7 +30,7 @@ class ParallelSizes:
         return self.tensor * self.pipeline * self.context
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return (
             f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}, "
             f"context_parallel_size={self.context}"
@@ -42,12 +42,12 @@ class ParallelSizes:
         Raises ValueError if they can't.
         """
         if min(self.tensor, self.pipeline, self.context) < 1:
-            raise ValueError(f"Parallel sizes: found {self.words}, expected each to be at least 1.")
+            raise ValueError(f"Parallel sizes: found {self.description}, expected each to be at least 1.")
         if world_size % self.replica:
             raise ValueError(
-                f"{self.words} make {self.replica} processes for one replica of the model, but there are "
-                f"{world_size} in all, which is no multiple; change trainer.nnodes, trainer.n_gpus_per_node "
-                "or these sizes."
+                f"{self.description} make {self.replica} processes for one replica of the model, but "
+                f"there are {world_size} in all, which is no multiple; change trainer.nnodes, "
+                "trainer.n_gpus_per_node or these sizes."
             )
 
 
@@ -82,7 +82,7 @@ class ModelShape:
                 f"strategy=megatron: found model_type {kind!r}, expected one of {', '.join(ARCHITECTURES)} "
                 "(Qwen2, Qwen2.5, Qwen3 and Llama 3); use strategy=fsdp for others."
             )
-        for setting, value, expected in _settings(config):
+        for setting, value, expected in _restricted_settings(config):
             if value != expected:
                 raise ValueError(
                     f"strategy=megatron: found {setting}={value!r} in the model's config.json, expected "
@@ -140,7 +140,7 @@ class ModelShape:
             )
 
 
-def _settings(config: PretrainedConfig) -> list[tuple[str, object, object]]:
+def _restricted_settings(config: PretrainedConfig) -> list[tuple[str, object, object]]:
     """Return (name, value in the model, the only supported value) of the settings that may vary."""
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     return [

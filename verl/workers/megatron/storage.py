@@ -15,7 +15,7 @@ class ParkedStorage:
 
     Args:
         tensors: any views. Each memory that they lie in is parked as a whole.
-        keeps: whether the contents are kept. If not, the memory has zeros after `bring`.
+        keeps: whether the contents are kept. If not, the memory has zeros after `restore`.
     """
 
     def __init__(self, tensors: Iterable[Tensor], keeps: bool = True):
@@ -26,8 +26,8 @@ class ParkedStorage:
         self._kept: list[torch.UntypedStorage] = []
         self.is_here = True
 
-    def give_back(self) -> None:
-        """Free the memory. Until `bring`, no code may read the tensors."""
+    def park(self) -> None:
+        """Free the memory. Until `restore`, no code may read the tensors."""
         if not self.is_here:
             return
         for storage in self._storages:
@@ -36,7 +36,7 @@ class ParkedStorage:
             storage.resize_(0)
         self.is_here = False
 
-    def bring(self) -> None:
+    def restore(self) -> None:
         """Allocate the memory again, and fill it with its former contents."""
         if self.is_here:
             return

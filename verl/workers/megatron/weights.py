@@ -50,11 +50,11 @@ class Piece:
         """
         index = [slice(None)] * len(self.shape)
         if self.cut is not None:
-            count = self.local(size)[self.cut]
+            count = self.local_shape(size)[self.cut]
             index[self.cut] = slice(rank * count, min((rank + 1) * count, self.shape[self.cut]))
         return tuple(index)
 
-    def local(self, size: int) -> tuple[int, ...]:
+    def local_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape of a rank's part, padded where `size` does not divide."""
         return tuple(-(-n // size) if dim == self.cut else n for dim, n in enumerate(self.shape))
 
@@ -75,15 +75,15 @@ class MegatronParameter:
         name: the parameter's name in that stage.
         pieces: the tensors that the parameter is made of.
         groups: the number of groups.
-        copied: whether it is the last stage's copy of the embedding, which has no Hugging Face name of its
-            own.
+        is_embedding_copy: whether it is the last stage's copy of the embedding, which has no Hugging Face
+            name of its own.
     """
 
     stage: int
     name: str
     pieces: tuple[Piece, ...]
     groups: int = 1
-    copied: bool = False
+    is_embedding_copy: bool = False
 
     def fuse(self, parts: list[Tensor]) -> Tensor:
         """Return a rank's tensor, from its parts of the pieces."""
@@ -97,7 +97,7 @@ class MegatronParameter:
         if len(self.pieces) == 1:
             return [tensor]
         rest = tensor.shape[1:]
-        counts = [piece.local(size)[0] // self.groups for piece in self.pieces]
+        counts = [piece.local_shape(size)[0] // self.groups for piece in self.pieces]
         split = tensor.view(self.groups, -1, *rest).split(counts, dim=1)
         return [block.reshape(-1, *rest) for block in split]
 
@@ -113,7 +113,7 @@ class WeightMap:
 
     Attributes:
         parameters: the parameters of all processes.
-        here: the parameters of this process, including copies.
+        local_parameters: the parameters of this process, including copies.
     """
 
     def __init__(self, shape: ModelShape, sizes: ParallelSizes, has_head: bool):
@@ -123,18 +123,18 @@ class WeightMap:
         self.last_stage = sizes.pipeline - 1
         self.parameters = [*self._embedding(), *self._layers(), *self._head()]
         stage = mpu.get_pipeline_model_parallel_rank()
-        self.here = [parameter for parameter in self.parameters if parameter.stage == stage]
+        self.local_parameters = [parameter for parameter in self.parameters if parameter.stage == stage]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> shape of the whole tensor, in the order of `whole_tensors`."""
         return {
             piece.name: piece.shape
             for parameter in self.parameters
-            if not parameter.copied
+            if not parameter.is_embedding_copy
             for piece in parameter.pieces
         }
 
-    def local(self, parameter: MegatronParameter, read: Read) -> Tensor:
+    def local_tensor(self, parameter: MegatronParameter, read: Read) -> Tensor:
         """Return this tensor rank's tensor of a parameter, made from whole tensors or files of them.
 
         Padding is 0.
@@ -144,9 +144,9 @@ class WeightMap:
         parts = []
         for piece in parameter.pieces:
             region = read(piece, piece.region(rank, size))
-            if region.shape != piece.local(size):
+            if region.shape != piece.local_shape(size):
                 assert piece.cut == 0
-                padding = region.new_zeros(piece.local(size)[0] - len(region), *region.shape[1:])
+                padding = region.new_zeros(piece.local_shape(size)[0] - len(region), *region.shape[1:])
                 region = torch.cat([region, padding])
             parts.append(region)
         return parameter.fuse(parts)
@@ -154,8 +154,8 @@ class WeightMap:
     @torch.no_grad()
     def fill(self, tensors: LocalTensors, read: Read) -> None:
         """Copy the result of `read` into this process's tensors; dtypes and devices may differ."""
-        for parameter in self.here:
-            tensors(parameter.name).copy_(self.local(parameter, read))
+        for parameter in self.local_parameters:
+            tensors(parameter.name).copy_(self.local_tensor(parameter, read))
 
     @torch.no_grad()
     def whole_tensors(
@@ -173,7 +173,7 @@ class WeightMap:
         """
         stage = mpu.get_pipeline_model_parallel_rank()
         for parameter in self.parameters:
-            if parameter.copied:
+            if parameter.is_embedding_copy:
                 continue
             own_parts: list[Tensor] | None = None
             if parameter.stage == stage:
@@ -181,7 +181,7 @@ class WeightMap:
                 own_parts = parameter.unfuse(tensor, self.sizes.tensor)
             for number, piece in enumerate(parameter.pieces):
                 if own_parts is None:
-                    region = torch.empty(piece.local(self.sizes.tensor), dtype=dtype, device=device)
+                    region = torch.empty(piece.local_shape(self.sizes.tensor), dtype=dtype, device=device)
                 else:
                     region = own_parts[number].contiguous()
                 yield piece.name, self._gather(piece, region, parameter.stage)
@@ -203,7 +203,7 @@ class WeightMap:
         words = Piece("model.embed_tokens.weight", (shape.vocabulary, shape.hidden), cut=0)
         yield MegatronParameter(0, "embedding.word_embeddings.weight", (words,))
         if self.has_head and shape.tied and self.last_stage:
-            yield MegatronParameter(self.last_stage, "output_layer.weight", (words,), copied=True)
+            yield MegatronParameter(self.last_stage, "output_layer.weight", (words,), is_embedding_copy=True)
 
     def _layers(self) -> Iterator[MegatronParameter]:
         for layer in range(self.shape.num_layers):

@@ -136,7 +136,7 @@ class RolloutSession:
         limit: Maximum number of tokens of this turn. If it is below 1, there is no room for any.
         under_way: Whether the turn has not ended.
         num_sampled: Number of tokens sampled over all turns.
-        ends: Token ids that need a look, because they end a sequence or can complete a stop string.
+        check_ids: Token ids that need a look, because they end a sequence or can complete a stop string.
         log_probs: Log-probs of this turn, as in `Completion`.
         model_log_probs: The model's log-probs of this turn, as in `Completion`.
         version_first: Version of the weights that sampled the first token of this turn.
@@ -150,7 +150,7 @@ class RolloutSession:
     limit: int = 0
     under_way: bool = False
     num_sampled: int = 0
-    ends: frozenset[int] = frozenset()
+    check_ids: frozenset[int] = frozenset()
     log_probs: list[float] = field(default_factory=list)
     model_log_probs: list[float] = field(default_factory=list)
     version_first: int | None = None
@@ -166,7 +166,7 @@ class RolloutSession:
         self.model_log_probs = []
         self.version_first = None
         eos: frozenset[int] = frozenset() if params.ignore_eos else params.eos_token_ids
-        self.ends = eos | (params.stop.candidate_ids if params.stop else frozenset())
+        self.check_ids = eos | (params.stop.candidate_ids if params.stop else frozenset())
         self.under_way = True
 
     def accept(
@@ -182,7 +182,7 @@ class RolloutSession:
         self.log_probs.append(log_prob)
         self.model_log_probs.append(model_log_prob)
         self.num_sampled += 1
-        if token_id in self.ends:
+        if token_id in self.check_ids:
             stop_string = self.params.stop.match(self.tokens[self.turn_start :]) if self.params.stop else None
             if stop_string is not None:
                 return "stop", stop_string
@@ -227,7 +227,7 @@ class RolloutEngine(ABC, Generic[Session]):
         self.vocab_size = vocab_size
         self.version = -1
         self._sessions: dict[int, Session] = {}
-        self._full: list[Session] = []  # resumed with more tokens than max_model_len has room for
+        self._without_room: list[Session] = []  # resumed with more tokens than max_model_len has room for
         self._next_id = 0
         self._steps = self._generated_tokens = self._asleep = 0  # _asleep is the level of `sleep`
         self._seconds = 0.0
@@ -271,7 +271,7 @@ class RolloutEngine(ABC, Generic[Session]):
         self._check_params(params)
         session.begin_turn(params, self._checked(token_ids), self.max_model_len)
         if session.limit < 1:
-            self._full.append(session)
+            self._without_room.append(session)
         else:
             self._queue(session)
 
@@ -279,8 +279,8 @@ class RolloutEngine(ABC, Generic[Session]):
         """End a session in whatever state it is. What it held goes to the next session in the queue."""
         session = self._session(session_id)
         del self._sessions[session_id]
-        if session in self._full:
-            self._full.remove(session)
+        if session in self._without_room:
+            self._without_room.remove(session)
             session.under_way = False
         self._drop(session)
 
@@ -309,10 +309,10 @@ class RolloutEngine(ABC, Generic[Session]):
     def _check_params(self, params: SamplingParams) -> None:
         """Raise ValueError for parameters that this engine can't sample with."""
 
-    def _end_full(self) -> list[Completion]:
+    def _end_without_room(self) -> list[Completion]:
         """End the turns that have no room for a token."""
-        ended = [session.end_turn("length", None, self.version) for session in self._full]
-        self._full = []
+        ended = [session.end_turn("length", None, self.version) for session in self._without_room]
+        self._without_room = []
         return ended
 
     @abstractmethod
@@ -352,7 +352,7 @@ class RolloutEngine(ABC, Generic[Session]):
         if self.version < 0:
             raise RuntimeError("the engine has no complete weights; call load_weights first")
         start = time.perf_counter()
-        ended = self._advance() + self._end_full()
+        ended = self._advance() + self._end_without_room()
         self._steps += 1
         self._seconds += time.perf_counter() - start
         return ended

@@ -32,7 +32,7 @@ MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where no setting says how much memory 
 CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache for activations and logits of a step
 FRAGMENTATION = 0.03  # share of a GPU that torch's allocator holds and cannot use
 SHARE_OF_A_SERVER = 0.9  # share of a GPU that nobody trains on, vLLM's own default
-MOST_WEIGHT_BYTES = 20 << 30  # 16-bit weights on one GPU; a model with more is split
+MAX_WEIGHT_BYTES = 20 << 30  # 16-bit weights on one GPU; a model with more is split
 GPUS_OF_A_NODE = 8  # maximum number of GPUs of one server
 
 
@@ -44,26 +44,26 @@ class EngineRequest:
         device: The device of this process.
         dtype: The dtype of the engine's computation and KV cache.
         max_model_len: Maximum number of tokens of a session, prompt and observations included.
-        num_rows: Number of sessions wanted at once, over all processes that share the engine's model. An
+        num_sessions: Number of sessions wanted at once, over all processes that share the engine's model. An
             engine has room for `max_num_seqs` of them at most.
         rank: The rank of this process among the run's processes.
         world_size: The number of the run's processes.
         copies_weights: Whether the engine needs memory of its own for weights. It does if the weights that it
             gets have another dtype, or are gathered or merged for it.
-        taken: Number of bytes of the GPU that training holds (`taken_beside_rollouts`). None means that
-            nobody trains on it.
-        sharing: Number of processes that sample from one model (colocated vLLM).
+        training_bytes: Number of bytes of the GPU that training holds (`taken_beside_rollouts`). None means
+            that nobody trains on it.
+        tensor_parallel_size: Number of processes that sample from one model (colocated vLLM).
     """
 
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
-    num_rows: int
+    num_sessions: int
     rank: int = 0
     world_size: int = 1
     copies_weights: bool = True
-    taken: int | None = None
-    sharing: int = 1
+    training_bytes: int | None = None
+    tensor_parallel_size: int = 1
 
 
 def engine_name(rollout: Rollout, device: torch.device | str) -> str:
@@ -84,17 +84,17 @@ def engine_name(rollout: Rollout, device: torch.device | str) -> str:
     return "vllm" if importlib.util.find_spec("vllm") is not None else "native"
 
 
-def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
+def model_parallel_size(rollout: Rollout, model: Policy, num_available: int) -> int:
     """Return the number of processes (or GPUs, for servers apart) that share one model of vLLM.
 
-    This is `tensor_model_parallel_size`. If that is null, it is the smallest number that divides `most` and
-    the attention heads and leaves at most MOST_WEIGHT_BYTES of weights to each process (twice as many for
-    servers apart). If none does, it is the largest of these divisors.
+    This is `tensor_model_parallel_size`. If that is null, it is the smallest number that divides
+    `num_available` and the attention heads and leaves at most MAX_WEIGHT_BYTES of weights to each process
+    (twice as many for servers apart). If none does, it is the largest of these divisors.
 
     Args:
         rollout: The rollout block of the configuration.
         model: The model block of the configuration.
-        most: Number of processes or GPUs that are available.
+        num_available: Number of processes or GPUs that are available.
     """
     if rollout.tensor_model_parallel_size is not None:
         return rollout.tensor_model_parallel_size
@@ -103,9 +103,9 @@ def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     num_bytes = 2 * sum(parameter.numel() for parameter in skeleton.parameters())
     text = config.get_text_config()
-    limit = MOST_WEIGHT_BYTES * (2 if rollout.placement == "apart" else 1)
+    limit = MAX_WEIGHT_BYTES * (2 if rollout.placement == "apart" else 1)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    divisor = math.gcd(most, text.num_attention_heads)
+    divisor = math.gcd(num_available, text.num_attention_heads)
     sizes = [n for n in range(1, divisor + 1) if divisor % n == 0 and (heads % n == 0 or n % heads == 0)]
     return next((size for size in sizes if num_bytes <= size * limit), sizes[-1])
 
@@ -130,7 +130,7 @@ def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> Rol
         ValueError: If the engine can't run this model, or not within its memory.
         EngineUnavailable: If servers did not start or don't answer.
     """
-    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
+    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_sessions)
     model_config = load_hf_config(model)
     if engine_name(rollout, request.device) == "native":
         from verl.workers.rollout.native import NativeEngine
@@ -154,7 +154,7 @@ def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> Rol
     return VllmEngine(**arguments)
 
 
-def gpu_share(rollout: Rollout, total: int, taken: int | None) -> float:
+def gpu_share(rollout: Rollout, total: int, training_bytes: int | None) -> float:
     """Return the share of a GPU that the engine may take.
 
     This is `gpu_memory_utilization`. If that is null, it is the share that training leaves, or
@@ -163,16 +163,16 @@ def gpu_share(rollout: Rollout, total: int, taken: int | None) -> float:
     Args:
         rollout: The rollout block of the configuration.
         total: Number of bytes of the GPU.
-        taken: Number of bytes that training has taken. None means that nobody trains on the GPU.
+        training_bytes: Number of bytes that training has taken. None means that nobody trains on the GPU.
 
     Returns:
         The share, or 0 if training leaves nothing.
     """
     if rollout.gpu_memory_utilization is not None:
         return rollout.gpu_memory_utilization
-    if rollout.placement == "apart" or taken is None:
+    if rollout.placement == "apart" or training_bytes is None:
         return SHARE_OF_A_SERVER
-    return max(0.0, 1 - FRAGMENTATION - (taken + CUDA_RESERVE_BYTES) / total)
+    return max(0.0, 1 - FRAGMENTATION - (training_bytes + CUDA_RESERVE_BYTES) / total)
 
 
 def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num_seqs: int) -> int:
@@ -187,7 +187,7 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
         free_bytes += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
         free_bytes -= CUDA_RESERVE_BYTES
         is_set = rollout.gpu_memory_utilization is not None
-        max_bytes = int(gpu_share(rollout, total_bytes, request.taken) * total_bytes)
+        max_bytes = int(gpu_share(rollout, total_bytes, request.training_bytes) * total_bytes)
         if request.copies_weights:  # the copies are made after the engine, and before its first step
             shapes = spec.parameter_shapes().values()
             copied_bytes = sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
@@ -198,7 +198,7 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
             remedy = "raise rollout.gpu_memory_utilization"
         max_bytes = max(min(free_bytes, max_bytes), 0)
     else:
-        max_bytes = most_on_cpu(rollout.kv_cache_gb)
+        max_bytes = max_kv_bytes_on_cpu(rollout.kv_cache_gb)
         remedy = "raise rollout.kv_cache_gb"
     if max_bytes < sequence_bytes:
         raise ValueError(
@@ -209,19 +209,19 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
     return min(max_bytes, max_num_seqs * sequence_bytes)
 
 
-def most_on_cpu(kv_cache_gb: float | None) -> int:
+def max_kv_bytes_on_cpu(kv_cache_gb: float | None) -> int:
     """Return the maximum number of bytes of the KV cache on CPU."""
     return MAX_DEFAULT_KV_BYTES if kv_cache_gb is None else int(kv_cache_gb * (1 << 30))
 
 
-def sequences_at_once(max_num_seqs: int, num_rows: int) -> int:
+def sequences_at_once(max_num_seqs: int, num_sessions: int) -> int:
     """Return the number of sessions that an engine has room for.
 
     Args:
         max_num_seqs: The limit `rollout.max_num_seqs`.
-        num_rows: Number of sessions wanted.
+        num_sessions: Number of sessions wanted.
     """
-    return min(max_num_seqs, max(MIN_SEQUENCES, num_rows))
+    return min(max_num_seqs, max(MIN_SEQUENCES, num_sessions))
 
 
 def _vllm_arguments(
@@ -231,10 +231,10 @@ def _vllm_arguments(
 
     `vllm.engine_args` of the configuration takes precedence.
     """
-    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
-    sharing = request.sharing
+    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_sessions)
+    tensor_parallel_size = request.tensor_parallel_size
     if rollout.placement == "apart":
-        sharing = model_parallel_size(rollout, model, GPUS_OF_A_NODE)
+        tensor_parallel_size = model_parallel_size(rollout, model, GPUS_OF_A_NODE)
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": str(request.dtype).removeprefix("torch."),
@@ -242,16 +242,18 @@ def _vllm_arguments(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_num_seqs),
         "block_size": rollout.block_size,
-        "tensor_parallel_size": sharing,
+        "tensor_parallel_size": tensor_parallel_size,
         "trust_remote_code": model.trust_remote_code,
     }
     if model.override_config:
         arguments["hf_overrides"] = dict(model.override_config)
     if request.device.type == "cuda":
-        total = 1 if request.taken is None else torch.cuda.mem_get_info(request.device)[1]
-        arguments["gpu_memory_utilization"] = share = round(gpu_share(rollout, total, request.taken), 3)
+        total = 1 if request.training_bytes is None else torch.cuda.mem_get_info(request.device)[1]
+        arguments["gpu_memory_utilization"] = share = round(
+            gpu_share(rollout, total, request.training_bytes), 3
+        )
         if not share:
-            taken_gib = (request.taken or 0) / (1 << 30)
+            taken_gib = (request.training_bytes or 0) / (1 << 30)
             gpu_gib = total / (1 << 30)
             raise ValueError(
                 f"training holds {taken_gib:.1f} GiB of the GPU's {gpu_gib:.1f}, which "
@@ -259,11 +261,11 @@ def _vllm_arguments(
                 "(and param_offload), or train on more GPUs."
             )
     elif rollout.kv_cache_gb is not None:
-        arguments["kv_cache_memory_bytes"] = most_on_cpu(rollout.kv_cache_gb)
+        arguments["kv_cache_memory_bytes"] = max_kv_bytes_on_cpu(rollout.kv_cache_gb)
     else:
         config = model_config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = -(-config.num_key_value_heads // sharing)  # each process has at least one
+        heads = -(-config.num_key_value_heads // tensor_parallel_size)  # each process has at least one
         width = config.num_hidden_layers * heads * head_dim
         block_bytes = 2 * width * request.dtype.itemsize * rollout.block_size
         # vLLM keeps one block for itself.
@@ -273,10 +275,10 @@ def _vllm_arguments(
     parallel_size = rollout.tensor_model_parallel_size
     if "tensor_parallel_size" in rollout.vllm.engine_args:
         raise ValueError(f"rollout.vllm.engine_args has tensor_parallel_size; set {key} in its place")
-    if rollout.placement == "colocated" and parallel_size not in (None, sharing):
+    if rollout.placement == "colocated" and parallel_size not in (None, tensor_parallel_size):
         raise ValueError(
-            f"Found {key}={parallel_size}; expected null or {sharing}, the number of processes that sample "
-            "from this model here."
+            f"Found {key}={parallel_size}; expected null or {tensor_parallel_size}, the number of processes "
+            "that sample from this model here."
         )
     return arguments | rollout.vllm.engine_args
 
@@ -327,7 +329,7 @@ def _vllm_apart(
         servers=servers,  # the engine ends them, also if it can't start
         rank=request.rank,
         world_size=request.world_size,
-        max_requests=max(rollout.max_num_seqs, request.num_rows),
+        max_requests=max(rollout.max_num_seqs, request.num_sessions),
     )
 
 

@@ -189,7 +189,7 @@ class CpuModel:
                     return torch.empty((0, spec.hidden_size), dtype=dtype)
                 x = x[batch.out_rows]
                 num_rows = len(batch.out_rows)
-                attended = _taken(attended, batch.out_rows)
+                attended = _select_rows(attended, batch.out_rows)
                 normed = _with_padding(num_rows, spec.hidden_size, dtype)
             self._join(x, layer.o(attended), layer.attn_out_norm, layer.mlp_norm, normed)
             gate_up = layer.gate_up(normed)
@@ -202,7 +202,7 @@ class CpuModel:
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
         assert self._head is not None
-        return cpu_sampler.draw(self._head(_taken(hidden, np.arange(len(hidden))))[: len(hidden)], rows)
+        return cpu_sampler.draw(self._head(_select_rows(hidden, np.arange(len(hidden))))[: len(hidden)], rows)
 
     def _join(
         self, x: np.ndarray, out: Tensor, out_norm: np.ndarray, norm: np.ndarray, normed: Tensor
@@ -292,7 +292,7 @@ def _with_padding(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return buffer
 
 
-def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
+def _select_rows(x: Tensor, rows: np.ndarray) -> Tensor:
     """Return some rows of x, with padding."""
     selected = _with_padding(len(rows), x.shape[1], x.dtype)
     selected[: len(rows)] = x[torch.from_numpy(rows)]

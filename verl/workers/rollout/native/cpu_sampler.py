@@ -22,7 +22,7 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _ONE_BITS = 0x3F800000  # the bits of the float32 1.0
 # Digest of the functions of cpu_kernel.py that these kernels call. A test says why, and what to write here.
-CALLED = "fee159dc"
+KERNEL_DIGEST = "fee159dc"
 
 
 def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

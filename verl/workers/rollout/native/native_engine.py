@@ -98,7 +98,7 @@ class NativeEngine(RolloutEngine[NativeSession]):
 
     @property
     def has_runnable(self) -> bool:
-        return bool(self._full) or self._scheduler.has_runnable
+        return bool(self._without_room) or self._scheduler.has_runnable
 
     def _queue(self, session: NativeSession) -> None:
         if not session.num_sampled:
@@ -198,7 +198,7 @@ class NativeEngine(RolloutEngine[NativeSession]):
         num_used = scheduler.pool.num_used
         return super().stats() | {
             "running": float(scheduler.num_running),
-            "queued": float(scheduler.num_queued + len(self._full)),
+            "queued": float(scheduler.num_queued + len(self._without_room)),
             "kv_bytes": float(num_used * self._runner.bytes_per_block),
             "kv_used_share": num_used / self.num_blocks,
             "prefilled_tokens": float(scheduler.prefilled_tokens),

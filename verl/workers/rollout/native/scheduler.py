@@ -115,7 +115,8 @@ class Scheduler:
         self._new: deque[NativeSession] = deque()
         self._idle: OrderedDict[int, NativeSession] = OrderedDict()  # parked or queued, with KV state
         self._running: dict[int, NativeSession] = {}  # by slot
-        self._cut: NativeSession | None = None  # the session whose prefill goes on in the next step
+        # The session whose prefill goes on in the next step.
+        self._partly_prefilled: NativeSession | None = None
         self._decoding = np.zeros(0, dtype=np.int64)  # slots, ascending
 
     # ---- sessions ----
@@ -172,10 +173,10 @@ class Scheduler:
         """Choose what runs now. There must be something to run (`has_runnable`)."""
         step = Step(self._max_prefill_tokens)
         self._extend_decoding()
-        if self._cut is not None:
-            session = self._cut
-            self._cut = None
-            self._compute(session, step)
+        if self._partly_prefilled is not None:
+            session = self._partly_prefilled
+            self._partly_prefilled = None
+            self._add_to_step(session, step)
         while self._admit_next(step):
             pass
         self.pool.release([source for source, _ in step.copies_before])
@@ -248,14 +249,14 @@ class Scheduler:
             if equal is not None or self._find_prefix(session, step).num_tokens >= worthwhile:
                 self._give_up_kv(session)
         if equal is not None:
-            admitted = self._follow(session, *equal, step)
+            admitted = self._admit_duplicate(session, *equal, step)
         else:
             admitted = step.room > 0 and self._begin(session, step)
         if admitted:
             queue.popleft()
         return admitted
 
-    def _follow(self, session: NativeSession, other: NativeSession, span: int, step: Step) -> bool:
+    def _admit_duplicate(self, session: NativeSession, other: NativeSession, span: int, step: Step) -> bool:
         """Admit a session that samples from the row of another session with the same tokens.
 
         Returns False if there is no room.
@@ -311,10 +312,10 @@ class Scheduler:
             self.prefilled_tokens += 1
             step.decode_first.append(session)
         else:
-            self._compute(session, step)
+            self._add_to_step(session, step)
         return True
 
-    def _compute(self, session: NativeSession, step: Step) -> None:
+    def _add_to_step(self, session: NativeSession, step: Step) -> None:
         """Take a session's next tokens into the step, as many as the budget allows."""
         start = session.kv_len
         count = min(len(session.tokens) - start, step.room)
@@ -324,7 +325,7 @@ class Scheduler:
         self._publish(session, start + count)
         step.filled.update(session.blocks[start // self._block_size : self._num_blocks(start + count)])
         if start + count < len(session.tokens):
-            self._cut = session
+            self._partly_prefilled = session
             return
         step.started.append((session, len(step.spans) - 1))
         step.row_of.setdefault(session.tokens.tobytes(), step.started[-1])
@@ -436,8 +437,8 @@ class Scheduler:
 
         This also corrects `kv_len`, which is not updated while a session decodes.
         """
-        if session is self._cut:
-            self._cut = None
+        if session is self._partly_prefilled:
+            self._partly_prefilled = None
         else:
             session.kv_len = len(session.tokens) - 1
             self._decoding = self._decoding[self._decoding != session.slot]

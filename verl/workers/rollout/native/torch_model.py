@@ -28,7 +28,7 @@ _MAX_SCORES = 1 << 24  # scores that `masked_attention` computes at a time; it h
 
 
 @dataclass(frozen=True)
-class _Together:
+class _AttentionGroup:
     """Sequences that attend in one call of `masked_attention`.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Together:
 
 
 @dataclass(frozen=True)
-class _Packed:
+class _PackedBatch:
     """All sequences, for `varlen_attention`.
 
     Attributes:
@@ -149,7 +149,7 @@ class TorchModel:
         tokens, log_probs, model_log_probs = drawn.cpu().numpy()  # the step's one wait for the device
         return tokens.astype(np.int64), log_probs, model_log_probs
 
-    def _packed(self, batch: StepBatch) -> _Packed:
+    def _packed(self, batch: StepBatch) -> _PackedBatch:
         """Describe the batch to flash attention. The places are computed on the device."""
         count = batch.num_decode
         spans = batch.spans
@@ -170,9 +170,9 @@ class TorchModel:
         offsets = torch.arange(total, device=self._device) - cu_key_lens[rows]
         blocks = packed[2 * len(keys) + 2 :].view(tables.shape)[rows, offsets // self._block_size]
         places = blocks.long() * self._block_size + offsets % self._block_size
-        return _Packed(cu_seqlens, cu_key_lens, (int(queries.max()), int(keys.max())), places)
+        return _PackedBatch(cu_seqlens, cu_key_lens, (int(queries.max()), int(keys.max())), places)
 
-    def _sequences(self, batch: StepBatch) -> list[_Together]:
+    def _sequences(self, batch: StepBatch) -> list[_AttentionGroup]:
         """Return the decoding sequences together, padded to the longest, and then each span alone."""
         calls: list[tuple[slice, np.ndarray, np.ndarray, int]] = []  # rows, positions, tables, seen positions
         if batch.num_decode:
@@ -189,7 +189,7 @@ class TorchModel:
             blocks = tables[:, key_positions // self._block_size].astype(np.int64)
             places = torch.from_numpy(blocks * self._block_size + key_positions % self._block_size)
             query_positions = torch.from_numpy(positions).to(self._device)
-            sequences.append(_Together(rows, query_positions, places.to(self._device)))
+            sequences.append(_AttentionGroup(rows, query_positions, places.to(self._device)))
         return sequences
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class TorchModel:
         x: Tensor,
         places: Tensor,
         rotation: tuple[Tensor, Tensor],
-        sequences: list[_Together] | _Packed,
+        sequences: list[_AttentionGroup] | _PackedBatch,
     ) -> Tensor:
         """Put the new keys and values into the pools, and attend: x [T, hidden_size] -> [T, hidden_size]."""
         spec = self._spec
@@ -223,12 +223,12 @@ class TorchModel:
         if spec.qk_norm:
             query = self._head_norm(query, layer["self_attn.q_norm.weight"])
             key = self._head_norm(key, layer["self_attn.k_norm.weight"])
-        query, key = (_turned(x, *rotation).to(self._dtype) for x in (query, key))
+        query, key = (_rotate(x, *rotation).to(self._dtype) for x in (query, key))
         keys, values = self._pools[index]
         keys.index_copy_(0, places, key)
         values.index_copy_(0, places, value)
         window = spec.windows[index]
-        if isinstance(sequences, _Packed):
+        if isinstance(sequences, _PackedBatch):
             keys_and_values = keys[sequences.places], values[sequences.places]
             sums = sequences.cu_seqlens, sequences.cu_key_lens
             out = varlen_attention(query, *keys_and_values, *sums, sequences.longest, spec.scale, window)
@@ -288,7 +288,7 @@ def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
     return F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [T, heads, head_dim] by cos, sin [T, 1, head_dim // 2] (rotary embedding, Su et al., 2021)."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

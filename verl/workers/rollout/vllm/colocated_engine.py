@@ -96,7 +96,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._orders: list[tuple[str, Any]] = []  # for the other processes that share the model
         self._llm.collective_rpc("rollout_install_sampler")
         (self._sampler,) = self._llm.collective_rpc(lambda worker: worker.model_runner.sampler)
-        _ask_for_slots_seldom(self._scheduler)
+        _allocate_only_at_block_edges(self._scheduler)
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._requests: dict[str, VllmSession] = {}
         self._names: list[str] = []  # the last step's requests
@@ -105,7 +105,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
 
     @property
     def has_runnable(self) -> bool:
-        return bool(self._requests or self._full)
+        return bool(self._requests or self._without_room)
 
     def _check_params(self, params: SamplingParams) -> None:
         check_supported(params)
@@ -116,14 +116,14 @@ class VllmEngine(RolloutEngine[VllmSession]):
         prompt = tokens_input(session.tokens.tolist())
         params = vllm_params(session.params, session.limit)
         request = self._llm.input_processor.process_inputs(session.request_id, prompt, params, ("generate",))
-        self._order("add_request", request)
+        self._call_core("add_request", request)
         session.request = self._scheduler.requests[session.request_id]
         self._requests[session.request_id] = session
 
     def _drop(self, session: VllmSession) -> None:
         if session.request is not None:
             self._drop_request(session)
-            self._order("abort_requests", [session.request_id])
+            self._call_core("abort_requests", [session.request_id])
 
     def _drop_request(self, session: VllmSession) -> None:
         del self._requests[session.request_id]
@@ -138,7 +138,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
         stopped: list[str] = []
         if not self._requests:  # there are only turns without room
             return []
-        self._share_orders(steps=True)
+        self._broadcast_orders(steps=True)
         # vLLM would make request outputs of these, which costs the host more time than all that happens here.
         outputs = self._llm.engine_core.get_output().outputs
         self._take_step()
@@ -166,7 +166,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
                 ended.append(session.end_turn(*finish, self.version))
         # One at a time: vLLM frees several in the order of a set, which differs from process to process.
         for name in stopped:
-            self._order("abort_requests", [name])
+            self._call_core("abort_requests", [name])
         return ended
 
     def _take_step(self) -> None:
@@ -193,19 +193,19 @@ class VllmEngine(RolloutEngine[VllmSession]):
             try:
                 yield True
             finally:
-                self._share_orders(steps=False)
+                self._broadcast_orders(steps=False)
             return
         while self._follow():
             pass
         yield False
 
-    def _order(self, method: str, argument: Any) -> None:
+    def _call_core(self, method: str, argument: Any) -> None:
         """Call a method of vLLM's core, here and, before the next step, in the processes that follow."""
         if self._sharing is not None:
             self._orders.append((method, argument))
         getattr(self._llm.engine_core, method)(argument)
 
-    def _share_orders(self, steps: bool) -> None:
+    def _broadcast_orders(self, steps: bool) -> None:
         """Tell the other processes what to do, and whether a step or the end of this generation comes next.
 
         They also receive the tokens that the last step gave here, because it must have given the same there.
@@ -305,14 +305,14 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._llm = None
         self._sessions = {}
         self._requests = {}
-        self._full = []
+        self._without_room = []
 
     @property
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
 
-def _ask_for_slots_seldom(scheduler: Any) -> None:
+def _allocate_only_at_block_edges(scheduler: Any) -> None:
     """Let vLLM's scheduler ask for a slot only at the first and the last token of a block.
 
     By itself it asks for each token, which takes a quarter of the host's time of a decoding step. Where all

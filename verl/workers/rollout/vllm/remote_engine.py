@@ -127,7 +127,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
 
     @property
     def has_runnable(self) -> bool:
-        return bool(self._under_way or self._full)
+        return bool(self._under_way or self._without_room)
 
     def _check_params(self, params: SamplingParams) -> None:
         check_supported(params)
@@ -155,7 +155,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         completions: list[Completion] = []
         while self._failure is None:
             try:
-                item = self._ended.get(timeout=0.0 if completions or self._full else _STEP_SECONDS)
+                item = self._ended.get(timeout=0.0 if completions or self._without_room else _STEP_SECONDS)
             except queue.Empty:
                 break
             if isinstance(item, BaseException):
