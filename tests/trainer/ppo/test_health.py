@@ -183,6 +183,15 @@ def test_a_run_that_falls_apart_is_told_of_within_ten_steps_of_the_onset():
     assert {finding.name for finding in monitor.open_collapses} == set(findings)
 
 
+@pytest.mark.parametrize(("coefficient", "is_told"), [(0.003, True), (0.0, False), (None, False)])
+def test_where_the_entropy_rises_with_a_bonus_the_line_says_to_leave_the_bonus_out(coefficient, is_told):
+    of_bonus = {} if coefficient is None else {"actor/entropy_coeff": coefficient}
+    series = [metrics | of_bonus for metrics in QUICKSTART]
+    lines = {finding.name: finding.line for _, finding in found(HealthMonitor(), series)}
+    assert ("try actor.entropy_coeff=0, not 0.003" in lines["falls_apart"]) is is_told
+    assert not any("entropy_coeff" in line for name, line in lines.items() if name != "falls_apart")
+
+
 @pytest.mark.parametrize(
     ("answered", "limit"),
     [([1.0, 1.0, 0.91, 0.84, 0.63] + [0.6] * 10, 13), ([0.95] * 20 + [0.0] * 10, 25)],

@@ -277,6 +277,9 @@ class HealthMonitor:
                 f"the entropy rose from {lowest:.2g} to {entropy:.2g} nats per token since step "
                 f"{drift.left}: the policy falls apart into random text. {_go_back(drift.left)}"
             )
+            entropy_coeff = metrics.get("actor/entropy_coeff", 0.0)
+            if entropy_coeff > 0:
+                line += f" The entropy bonus pushes the same way: try actor.entropy_coeff=0, not {entropy_coeff:g}."
             self._open_or_close("falls_apart", drift, limit, line)
         level.add_mean(-entropy, 1.0, 0.0)
         if drift.total == 0.0:
