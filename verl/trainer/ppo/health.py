@@ -279,7 +279,7 @@ class HealthMonitor:
             )
             entropy_coeff = metrics.get("actor/entropy_coeff", 0.0)
             if entropy_coeff > 0:
-                line += f" The entropy bonus pushes the same way: try actor.entropy_coeff=0, not {entropy_coeff:g}."
+                line += f" Its bonus pushes the same way: try actor.entropy_coeff=0, not {entropy_coeff:g}."
             self._open_or_close("falls_apart", drift, limit, line)
         level.add_mean(-entropy, 1.0, 0.0)
         if drift.total == 0.0:
