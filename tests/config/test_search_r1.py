@@ -111,12 +111,12 @@ DIFFERENCES = (  # that a user of Search-R1 would look for in vain elsewhere
 
 
 def coming_from_search_r1() -> str:
-    """README's section of that name, in one line."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    return " ".join(text.split("\n## Coming from Search-R1\n")[1].split("\n## ")[0].split())
+    """Return docs/search_r1.md in one line."""
+    text = (Path(__file__).parents[2] / "docs" / "search_r1.md").read_text(encoding="utf-8")
+    return " ".join(text.split())
 
 
-def test_the_readme_says_how_many_keys_have_no_effect():
+def test_the_page_says_how_many_keys_have_no_effect():
     stated = re.search(r"(\w+) keys, and (\w+) of supervised training, are taken", coming_from_search_r1())
     assert stated is not None
     counts = [NUMBERS.get(word.lower()) for word in stated.groups()]
@@ -124,7 +124,7 @@ def test_the_readme_says_how_many_keys_have_no_effect():
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_the_readme_names_what_is_different_from_search_r1(difference):
+def test_the_page_names_what_is_different_from_search_r1(difference):
     assert difference in coming_from_search_r1()
 
 

@@ -154,7 +154,7 @@ def test_pip_resolves_vllm_with_our_requirements(tmp_path):
 
 def test_readme_and_setup_py_name_the_same_pythons():
     assert 'python_requires=">=3.11,<3.14"' in (ROOT / "setup.py").read_text()
-    assert "Python 3.11, 3.12 or 3.13 is all that must be there" in (ROOT / "README.md").read_text()
+    assert "Requires Python 3.11, 3.12 or 3.13" in (ROOT / "README.md").read_text()
 
 
 def test_long_work_says_that_it_goes_on_and_how_long_it_took(tmp_path):
