@@ -87,7 +87,8 @@ def read_run_config(file: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} can't be read: {error}; expected the config.yaml of a run") from error
+        problem = " ".join(str(error).split())  # the parser's message has several lines
+        raise ValueError(f"{file} can't be read: {problem}; expected the config.yaml of a run") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds {config!r:.50}; expected the config.yaml of a run, with its settings")
     return config

@@ -257,7 +257,7 @@ def plan(config: Config) -> Any:
     config.trainer.device = "cuda"
     config.trainer.dry_run_gpu_memory_gb = 80
     made = Plan(config, Hardware.of(config))
-    return list(report(made)), [(load.host, load.items) for load in made.loads]
+    return list(report(made)), [(load.host_bytes, load.items) for load in made.loads]
 
 
 def agent(config: Config) -> Any:
