@@ -13,7 +13,6 @@ from quick_config import config_with
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.collection import (
     TrajectoryCollector,
-    split_unfinished,
     with_greedy_baselines,
     without_padding,
 )
@@ -73,12 +72,14 @@ class World:
         """What the trainer's `fit` does in a step, up to the log-probs."""
         self.asked = []
         collector = self.collector
-        for count in collector.rounds(step):
-            prompts = collector.prompts(step, count, is_last=False)
-            trajectories, collector.unfinished = split_unfinished(self.generate(prompts))
+        num_groups = collector.begin()
+        while num_groups > 0:
+            prompts = collector.prompts(step, num_groups, is_last=False)
+            trajectories = collector.take_finished(self.generate(prompts))
             score(trajectories, self.reward, self.config)  # type: ignore[arg-type]
             collector.add(trajectories)
-        batch, metrics = collector.selected(seconds=1.0)
+            num_groups = collector.num_missing()
+        batch, metrics = collector.selected(step, seconds=1.0)
         if collector.passes.greedy_rollouts:
             greedy = self.generate(collector.greedy_prompts(batch, step))
             score(greedy, self.reward, self.config)  # type: ignore[arg-type]

@@ -80,11 +80,13 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
 def collect(trainer):
     with trainer._finishing_run():
         step = trainer.state.step + 1
-        for count in trainer.collector.rounds(step):
-            trajectories = trainer._trajectories(count, step, is_last=False)
+        num_groups = trainer.collector.begin()
+        while num_groups > 0:
+            trajectories = trainer._trajectories(num_groups, step, is_last=False)
             score(trajectories, trainer.reward_fn, trainer.config)
             trainer.collector.add(trajectories)
-        return trainer.collector.selected(seconds=1.0)
+            num_groups = trainer.collector.num_missing()
+        return trainer.collector.selected(step, seconds=1.0)
 
 
 def test_rule_9_a_few_failed_searches_are_left_out_and_counted(world, tmp_path):

@@ -1,8 +1,8 @@
 """The choice of the prompts that a step asks, and of the trajectories that it learns from.
 
-    rounds: prompts -> (the trainer generates, with searches, and scores) -> add
+    begin: prompts -> (the trainer generates, with searches, and scores) -> add
         ^                                                                     |
-        +-- too few groups teach (algorithm.filter_groups with refill) -------+
+        +---- num_missing: too few groups teach (filter_groups with refill) --+
     selected: the rows that the step learns from
 
 All rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,13 @@ def without_padding(batch: DataProto) -> DataProto:
 class TrajectoryCollector:
     """A collector that chooses the prompts and the rows of each step.
 
-    It generates and scores nothing itself. In each step the trainer iterates over `rounds`; in each round it
-    takes trajectories (generated from `prompts`, or ahead from `drawn_ahead`), scores them and gives them to
-    `add`. Then it calls `selected`.
+    It generates and scores nothing itself. The trainer asks it in each step:
+
+        begin() -> groups that the first round asks for
+        add(scored trajectories of a round); num_missing() -> groups of another round, 0: no other round
+        selected() -> the rows that are learnt from
+
+    The trajectories of a round are generated from `prompts`, or come from ahead of training (`drawn_ahead`).
 
     Args:
         config: the whole configuration.
@@ -140,40 +144,15 @@ class TrajectoryCollector:
 
     # ---------------------------------------------------------------------------------- rounds of generation
 
-    def rounds(self, step: int) -> Iterator[int]:
-        """Yield how many groups each round of a step asks for.
-
-        There is one round, or more where groups that teach nothing are replaced. Give the trajectories of a
-        round to `add` before you ask for the next round.
-        """
-        num_wanted = count = self.config.data.train_batch_size
-        algorithm = self.config.algorithm
-        refills = algorithm.filter_groups.enable and algorithm.filter_groups.refill
-        max_rounds = algorithm.filter_groups.max_num_gen_batches or math.inf
+    def begin(self) -> int:
+        """Begin the collection of a step. Return how many groups its first round of generation asks for."""
         self._rounds = []
-        while True:
-            yield count  # the trainer calls `add` before it asks for the next round
-            self._batch = DataProto.concat(self._rounds)
-            uids = self._batch.non_tensor_batch["uid"]
-            self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
-            self._chosen = self._informative()
-            num_groups = len(set(uids[self._chosen]))
-            num_prompts = len(set(uids))
-            num_fresh = self.sampler.num_fresh(self._asked())
-            may_go_on = len(self._rounds) < max_rounds and num_prompts < len(self.dataset)
-            may_go_on = may_go_on and self.sampler.num_left >= num_wanted and num_fresh > 0
-            if num_groups >= num_wanted or not refills or not may_go_on:
-                break
-            # Ask for as many groups as the share so far says are needed, but for no more at once than without
-            # a filter, and for no more than there are prompts that this step has not asked.
-            share = max(num_groups, 1) / num_prompts
-            count = min(num_wanted, num_fresh, max(1, math.ceil((num_wanted - num_groups) / share)))
-        if refills and num_groups < num_wanted:
-            self.say(
-                f"step {step}: {num_groups} of {num_wanted} groups teach something after {len(self._rounds)} "
-                f"rounds of generation and {num_prompts} prompts "
-                "(algorithm.filter_groups.max_num_gen_batches); the step goes on with these"
-            )
+        return self.config.data.train_batch_size
+
+    def take_finished(self, generated: DataProto) -> DataProto:
+        """Return the generated rows that have ended, and keep the others for the next generation."""
+        finished, self.unfinished = split_unfinished(generated)
+        return finished
 
     def add(self, scored: DataProto) -> None:
         """Take the scored trajectories of a round.
@@ -191,6 +170,48 @@ class TrajectoryCollector:
             still_informative = {int(row) for row in scored.non_tensor_batch["index"][can_save]}
         means = [sum(group) / len(group) for group in scores.values()]
         self.sampler.record(list(map(int, scores)), means, still_informative)
+        self._batch = DataProto.concat(self._rounds)
+        self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
+        self._chosen = self._informative()
+
+    def num_missing(self) -> int:
+        """Return how many groups another round of generation asks for; 0 when the step has what it needs.
+
+        There is one round, unless `algorithm.filter_groups` has groups that teach nothing replaced. It ends
+        early when its rounds or the prompts that the step has not asked are used up.
+        """
+        filters = self.config.algorithm.filter_groups
+        num_wanted = self.config.data.train_batch_size
+        num_groups, num_prompts = self._num_informative_groups()
+        if not (filters.enable and filters.refill) or num_groups >= num_wanted:
+            return 0
+        num_fresh = self.sampler.num_fresh(self._asked())
+        rounds_left = (filters.max_num_gen_batches or math.inf) - len(self._rounds)
+        if rounds_left <= 0 or num_fresh <= 0 or num_prompts >= len(self.dataset):
+            return 0
+        if self.sampler.num_left < num_wanted:
+            return 0
+        # Ask for as many groups as the share so far says are needed, but for no more at once than without
+        # a filter, and for no more than there are prompts that this step has not asked.
+        share = max(num_groups, 1) / num_prompts
+        return min(num_wanted, num_fresh, max(1, math.ceil((num_wanted - num_groups) / share)))
+
+    def _num_informative_groups(self) -> tuple[int, int]:
+        """Return how many of the step's groups teach something, and how many there are."""
+        uids = self._batch.non_tensor_batch["uid"]
+        return len(set(uids[self._chosen])), len(set(uids))
+
+    def _say_if_incomplete(self, step: int) -> None:
+        """Tell the user if a step goes on with fewer groups than it should have."""
+        filters = self.config.algorithm.filter_groups
+        num_wanted = self.config.data.train_batch_size
+        num_groups, num_prompts = self._num_informative_groups()
+        if filters.enable and filters.refill and num_groups < num_wanted:
+            self.say(
+                f"step {step}: {num_groups} of {num_wanted} groups teach something after {len(self._rounds)} "
+                f"rounds of generation and {num_prompts} prompts "
+                "(algorithm.filter_groups.max_num_gen_batches); the step goes on with these"
+            )
 
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """Return the unfinished rows and `count` fresh prompts, each as often as it is answered.
@@ -295,19 +316,21 @@ class TrajectoryCollector:
     # ----------------------------------------------------------------------------------- what is learnt
 
     def selected(
-        self, seconds: float | None, version: int | None = None
+        self, step: int, seconds: float | None, version: int | None = None
     ) -> tuple[DataProto, dict[str, float]]:
         """Return the rows that the step learns from, and metrics of all that it generated.
 
         With thrift the batch's meta_info has the `solved_share` of all that the step generated.
 
         Args:
+            step: the training step, for what is said to the user.
             seconds: generation time; None if the rows were sampled ahead.
             version: version of the policy that is trained; None for the newest one that sampled.
 
         Raises:
             RunStopped: if no row is trainable.
         """
+        self._say_if_incomplete(step)
         batch = self._batch
         chosen = self._chosen
         metrics = self._metrics(seconds)

@@ -31,7 +31,6 @@ from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.batching import arrange_for_workers, attention_length, num_mini_batches
 from verl.trainer.ppo.collection import (
     TrajectoryCollector,
-    split_unfinished,
     with_greedy_baselines,
     without_padding,
 )
@@ -224,16 +223,18 @@ class RayPPOTrainer(ResumableRun):
                 with timer("step"):
                     # Collect trajectories (with searches) and score them, in several rounds where groups that
                     # teach nothing are replaced.
-                    for count in self.collector.rounds(step):
+                    num_groups = self.collector.begin()
+                    while num_groups > 0:
                         with timer("gen"):
-                            trajectories = self._trajectories(count, step, last)
+                            trajectories = self._trajectories(num_groups, step, last)
                         with timer("reward"):
                             score(trajectories, self.reward_fn, self.config)
                         self.collector.add(trajectories)
+                        num_groups = self.collector.num_missing()
                     if self.stream is None:
-                        batch, metrics = self.collector.selected(timer.seconds["gen"])
+                        batch, metrics = self.collector.selected(step, timer.seconds["gen"])
                     else:
-                        batch, metrics = self.collector.selected(None, self.stream.version)
+                        batch, metrics = self.collector.selected(step, None, self.stream.version)
                         metrics |= self.stream.metrics()
                     if self.passes.greedy_rollouts:
                         with timer("gen_max"):
@@ -300,8 +301,7 @@ class RayPPOTrainer(ResumableRun):
         """
         if self.stream is None:
             generated = self._generate_sequences(self.collector.prompts(step, count, is_last))
-            trajectories, self.collector.unfinished = split_unfinished(generated)
-            return trajectories
+            return self.collector.take_finished(generated)
         trajectories = self.stream.take(count)
         self.failures.check(trajectories.non_tensor_batch["trajectory"])
         return trajectories
