@@ -2,9 +2,11 @@
 
 import importlib.util
 import re
+import sys
 
 import pytest
 
+import verl.config.__main__ as config_program
 from verl.config import SFTConfig, load, load_config, load_sft_config
 from verl.config.checks import check_layout, check_sft_config
 from verl.config.compatibility import SFT
@@ -326,3 +328,19 @@ def test_other_names_mean_the_same():
     assert config.optim.lr_warmup_steps_ratio == 0.25
     assert config.trainer.resume_mode == "from_path"
     assert config.trainer.resume_from_path.startswith("/") and config.trainer.resume_from_path.endswith("_3")
+
+
+def test_the_files_of_supervised_rows_need_not_be_there_before_they_are_made(good_sft):
+    arguments = [*good_sft, "data.train_files=not_made.parquet", "data.val_files=not_made.parquet"]
+    config = load_sft_config(arguments)
+    check_sft_config(config, with_data=False)
+    with pytest.raises(ValueError, match="not_made.parquet"):
+        check_sft_config(config)
+
+
+@pytest.mark.parametrize("arguments", [["ppo_trianer"], ["--chekc"], ["--check", "more"]])
+def test_an_unknown_argument_of_verl_config_is_an_error_and_writes_nothing(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verl.config", *arguments])
+    monkeypatch.setattr(config_program, "generated_files", dict)
+    assert config_program.main() == 2
+    assert f"error: found {' '.join(arguments)}; expected nothing, --check" in capsys.readouterr().err

@@ -140,3 +140,17 @@ def test_mistakes_are_said(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "--list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 70000])
+def test_a_number_that_is_no_port_is_said(tmp_path, port):
+    with pytest.raises(ValueError, match=f"--serve: found port {port}; expected one from 1 to 65535"):
+        page_server([write_run(tmp_path / "one")], port)
+
+
+@pytest.mark.parametrize("count", ["0", "-3"])
+def test_a_list_of_no_runs_is_refused(tmp_path, count, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--list", "--root", str(tmp_path), "--num-runs", count])
+    assert ended.value.code == 2
+    assert f"--num-runs: found {count}, expected 1 or more" in capsys.readouterr().err

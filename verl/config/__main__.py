@@ -41,6 +41,14 @@ def check_arguments(name: str, arguments: list[str]) -> int:
 def main() -> int:
     if sys.argv[1:2] and sys.argv[1] in PROGRAMS:
         return check_arguments(sys.argv[1], sys.argv[2:])
+    if sys.argv[1:] not in ([], ["--check"]):
+        programs = ", ".join(PROGRAMS)
+        found = " ".join(sys.argv[1:])
+        print(
+            f"error: found {found}; expected nothing, --check, or one of {programs} and settings",
+            file=sys.stderr,
+        )
+        return 2
     stale = [
         p for p, text in generated_files().items() if not p.is_file() or p.read_text(encoding="utf-8") != text
     ]

@@ -75,10 +75,10 @@ def check_sft_config(config: SFTConfig, *, with_data: bool = True) -> None:
     check_values(config)
     if with_data:
         _check_files("data.train_files", config.data.train_files)
-    if config.data.val_files is not None:
-        _check_files("data.val_files", config.data.val_files)
-    elif config.trainer.test_freq > 0 and with_data:
-        raise config_error(config, "trainer.test_freq", " without data.val_files; expected both or none.")
+        if config.data.val_files is not None:
+            _check_files("data.val_files", config.data.val_files)
+        elif config.trainer.test_freq > 0:
+            raise config_error(config, "trainer.test_freq", " without data.val_files; expected both or none.")
     check_model("model.partial_pretrain", config.model.partial_pretrain)
     if config.data.multiturn.enable and config.data.segments_key is not None:
         keys = "data.multiturn.enable data.segments_key"

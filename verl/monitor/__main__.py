@@ -120,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.list and not options.runs:
         parser.error("expected the folder of a run, or --list")
+    if options.num_runs < 1:
+        parser.error(f"--num-runs: found {options.num_runs}, expected 1 or more")
     open_run: Callable[[Path], Run] = Run
     newest: Callable[[int], list[Run]] = lambda count: runs_below(options.root)[:count]  # noqa: E731
     try:

@@ -45,8 +45,10 @@ def page_server(
     """Create the server, which listens already.
 
     Raises:
-        ValueError: If a folder is not that of a run, or the port is taken.
+        ValueError: If a folder is not that of a run, or the port is taken or no port.
     """
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--serve: found port {port}; expected one from 1 to 65535, or 0 for any free one")
     for folder in folders:
         open_run(folder)
     page = Path(__file__).with_name("page.html").read_bytes()

@@ -1,5 +1,6 @@
 """Rows of other environments than searches, SkyRL's as they are."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -7,7 +8,7 @@ from transformers import AutoTokenizer
 
 from verl.config import load_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.row_environments import environments_of, searches
+from verl.utils.dataset.row_environments import environments_in, environments_of, searches
 
 MODEL = str(Path(__file__).parents[3] / "data_prep" / "base_model")
 PROMPT = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -64,3 +65,20 @@ def test_the_search_server_is_needed_where_a_row_searches(tmp_path):
     assert needed("gsm8k", None) == ({"gsm8k", "search"}, True)
     assert needed("gsm8k", None, env_class="aime") == ({"gsm8k", "aime"}, False)
     assert needed("searchcode") == ({"searchcode"}, True)
+
+
+def test_a_line_s_environment_is_found_behind_one_that_stands_inside_another_value(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    nested = {"extra_info": {"env_class": "aime"}}
+    rows = [
+        {"prompt": PROMPT, **nested, "env_class": "aime"},
+        {"prompt": PROMPT, **nested, "env_class": "lcb"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert environments_in(file, "search") == {"aime", "lcb"}
+
+
+def test_a_line_that_is_no_object_is_left_to_the_reading_of_rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps([{"env_class": "aime"}]) + "\n" + json.dumps({"env_class": "lcb"}) + "\n")
+    assert environments_in(file, "search") == {"lcb"}

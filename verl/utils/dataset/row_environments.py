@@ -68,11 +68,13 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
         if path.suffix == ".jsonl":
             with path.open("rb") as lines:
                 for line in lines:  # a line is parsed only if it may name a new environment
-                    match = re.search(rb'"env_class"\s*:\s*("[^"]*")?', line)
-                    text = match.group() if match else b""
-                    if text not in seen:
-                        seen.add(text)
-                        names.add((json.loads(line) if match else {}).get("env_class") or "")
+                    texts = set(re.findall(rb'"env_class"\s*:\s*(?:"[^"]*")?', line)) or {b""}
+                    if texts <= seen:
+                        continue
+                    seen |= texts
+                    record = json.loads(line) if b"" not in texts else {}
+                    if isinstance(record, dict):
+                        names.add(record.get("env_class") or "")
         elif "env_class" in pq.read_schema(path).names:
             column = pq.read_table(path, columns=["env_class"])[0]
             names.update(name or "" for name in column.unique().to_pylist())
