@@ -17,15 +17,15 @@ def test_a_step_passes_the_files_of_the_walk(world, url, tmp_path, monkeypatch):
     walk = (ROOT / "docs/walk.md").read_text()
     expected = set(re.findall(r"^\| \d+ \|[^|]*\| `([^`]+)` \|", walk, re.MULTILINE))
     passed: set[str] = set()
-    begin = TrajectoryCollector.rounds
+    begin = TrajectoryCollector.begin
     end = RayPPOTrainer._finish_step
     is_on = []
 
-    def rounds(self, *arguments_):
+    def begin_step(self, *arguments_):
         is_on.append(True)
         return begin(self, *arguments_)
 
-    def take_state(self, *arguments_):
+    def finish_step(self, *arguments_):
         is_on.clear()
         return end(self, *arguments_)
 
@@ -33,8 +33,8 @@ def test_a_step_passes_the_files_of_the_walk(world, url, tmp_path, monkeypatch):
         if is_on and event == "call":
             passed.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
 
-    monkeypatch.setattr(TrajectoryCollector, "rounds", rounds)
-    monkeypatch.setattr(RayPPOTrainer, "_finish_step", take_state)
+    monkeypatch.setattr(TrajectoryCollector, "begin", begin_step)
+    monkeypatch.setattr(RayPPOTrainer, "_finish_step", finish_step)
     settings = {"trainer__total_training_steps": 1, "trainer__val_before_train": "false"}
     threading.setprofile(note)
     sys.setprofile(note)
