@@ -78,6 +78,16 @@ def test_a_line_s_environment_is_found_behind_one_that_stands_inside_another_val
     assert environments_in(file, "search") == {"aime", "lcb"}
 
 
+def test_a_line_s_environment_is_found_where_others_named_it_inside_other_values_alone(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    pairs = (("aime", "lcb"), ("lcb", "aime"))
+    rows = [
+        {"prompt": PROMPT, "extra_info": {"env_class": inner}, "env_class": name} for inner, name in pairs
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert environments_in(file, "search") == {"aime", "lcb"}
+
+
 def test_a_line_that_is_no_object_is_left_to_the_reading_of_rows(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps([{"env_class": "aime"}]) + "\n" + json.dumps({"env_class": "lcb"}) + "\n")

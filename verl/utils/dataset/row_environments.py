@@ -63,16 +63,16 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
     why. The file is read once, whoever asks. Its mtime is an argument so that a changed file is read again.
     """
     names = set[str]()
-    seen = set[bytes]()
+    seen = set[tuple[bytes, ...]]()
     with suppress(ValueError, OSError):  # errors of pyarrow and json
         if path.suffix == ".jsonl":
             with path.open("rb") as lines:
                 for line in lines:  # a line is parsed only if it may name a new environment
-                    texts = set(re.findall(rb'"env_class"\s*:\s*(?:"[^"]*")?', line)) or {b""}
-                    if texts <= seen:
+                    texts = tuple(re.findall(rb'"env_class"\s*:\s*(?:"[^"]*")?', line))
+                    if texts in seen:
                         continue
-                    seen |= texts
-                    record = json.loads(line) if b"" not in texts else {}
+                    seen.add(texts)
+                    record = json.loads(line) if texts else {}
                     if isinstance(record, dict):
                         names.add(record.get("env_class") or "")
         elif "env_class" in pq.read_schema(path).names:
