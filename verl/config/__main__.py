@@ -39,20 +39,17 @@ def check_arguments(name: str, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    if sys.argv[1:2] and sys.argv[1] in PROGRAMS:
-        return check_arguments(sys.argv[1], sys.argv[2:])
-    if sys.argv[1:] not in ([], ["--check"]):
-        programs = ", ".join(PROGRAMS)
-        found = " ".join(sys.argv[1:])
-        print(
-            f"error: found {found}; expected nothing, --check, or one of {programs} and settings",
-            file=sys.stderr,
-        )
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in PROGRAMS:
+        return check_arguments(arguments[0], arguments[1:])
+    if arguments not in ([], ["--check"]):
+        expected = f"nothing, --check, or one of {', '.join(PROGRAMS)} and settings"
+        print(f"error: found {' '.join(arguments)}; expected {expected}", file=sys.stderr)
         return 2
     stale = [
         p for p, text in generated_files().items() if not p.is_file() or p.read_text(encoding="utf-8") != text
     ]
-    if "--check" in sys.argv[1:]:
+    if arguments == ["--check"]:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is not what the schema says; run python -m verl.config")
         return 1 if stale else 0
