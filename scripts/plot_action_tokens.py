@@ -50,7 +50,7 @@ class TokenIds:
         self._id_of: dict[str, int] = {}
         self._doubtful: set[str] = set()
         for token in range(len(tokenizer)):
-            text = tokenizer.decode([token])
+            text = str(tokenizer.decode([token]))
             if text in self._id_of:
                 self._doubtful.add(text)
             self._id_of[text] = token
