@@ -43,7 +43,7 @@ def closed_second_query(trajectory: dict[str, Any]) -> int | None:
 
 
 class TokenIds:
-    """The ids of decoded tokens. A tokenizer in which two ids decode to one text is refused."""
+    """The ids of decoded tokens, for tokenizers in which most tokens have a text of their own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -55,14 +55,10 @@ class TokenIds:
                 self._doubtful.add(text)
             self._id_of[text] = token
 
-    def ids(self, texts: list[str]) -> list[int]:
-        """Return the ids of decoded tokens. Raises ValueError if one of them could be several ids."""
-        doubtful = self._doubtful.intersection(texts)
-        if doubtful:
-            raise ValueError(
-                f"Found the token {min(doubtful)!r}, which several ids of this tokenizer decode to; "
-                "expected a run of a tokenizer in which each token has a text of its own (the microworld's)."
-            )
+    def ids(self, texts: list[str]) -> list[int] | None:
+        """Return the ids of decoded tokens, or None if one could be several ids (a part of a letter)."""
+        if self._doubtful.intersection(texts):
+            return None
         return [self._id_of[text] for text in texts]
 
     def prompt(self, text: str) -> list[int]:
@@ -71,15 +67,19 @@ class TokenIds:
         return ids
 
 
-def queries_of_step(path: Path, token_ids: TokenIds) -> list[list[int]]:
+def queries_of_step(path: Path, token_ids: TokenIds, hops: int | None) -> list[list[int]]:
     """Return the ids through the closing tag, for the step's training trajectories that have such a query."""
     sequences = []
     for row in read_lines(path):
+        if hops is not None and row["extra_info"].get("hops") != hops:
+            continue
         trajectory = row["trajectory"]
         end = closed_second_query(trajectory) if row["split"] == "train" else None
-        if end is not None:
-            prompt = token_ids.prompt(trajectory["prompt_text"])
-            sequences.append(prompt + token_ids.ids(row["tokens"][:end]))
+        if end is None:
+            continue
+        response = token_ids.ids(row["tokens"][:end])
+        if response is not None:
+            sequences.append(token_ids.prompt(trajectory["prompt_text"]) + response)
     return sequences[:MAX_QUERIES]
 
 
@@ -104,8 +104,13 @@ def weights_after(run: Path, step: int, base_model: str) -> Path:
     return Path(base_model) if step == 0 else run / f"global_step_{step}" / "actor" / "huggingface"
 
 
-def measure(run: Path) -> list[dict[str, Any]]:
-    """Return a line for each step of a run that has both checkpoints, and write them to its folder."""
+def measure(run: Path, hops: int | None = None) -> list[dict[str, Any]]:
+    """Return a line for each step of a run that has both checkpoints, and write them to its folder.
+
+    Args:
+        run: the run's folder.
+        hops: only queries of questions with this number of hops count; None for all questions.
+    """
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["actor_rollout_ref"]
     temperature = settings["rollout"]["temperature"]
     base_model = settings["model"]["path"]
@@ -117,7 +122,7 @@ def measure(run: Path) -> list[dict[str, Any]]:
         after = AutoModelForCausalLM.from_pretrained(
             weights_after(run, step, base_model), dtype=torch.float32
         )
-        sequences = queries_of_step(run / "trajectories" / f"step_{step}.jsonl", token_ids)
+        sequences = queries_of_step(run / "trajectories" / f"step_{step}.jsonl", token_ids, hops)
         if sequences:
             change = last_log_probs(after, sequences, temperature)
             change -= last_log_probs(before, sequences, temperature)
@@ -143,6 +148,7 @@ def measure(run: Path) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="+", help="LABEL=FOLDER of each run")
+    parser.add_argument("--hops", type=int, help="only questions with this number of hops; default: all")
     parser.add_argument("--out", type=Path, required=True, help="the picture's file")
     options = parser.parse_args()
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 6), sharex=True)
@@ -154,7 +160,7 @@ def main() -> int:
             return 2
         lines = read_lines(run / "action_tokens.jsonl")
         try:
-            lines = lines or measure(run)
+            lines = lines or measure(run, options.hops)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

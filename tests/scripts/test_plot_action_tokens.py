@@ -53,15 +53,17 @@ def run(tmp_path_factory) -> Path:
             tokens += [tokenizer.decode([token]) for token in ids]
             turns.append({"action": "search", "text": text, "start": start, "end": len(tokens)})
         trajectory = {"turns": turns, "prompt_text": PROMPT}
-        rows.append({"split": "train", "tokens": tokens, "trajectory": trajectory})
+        row = {"split": "train", "extra_info": {"hops": 2}, "tokens": tokens, "trajectory": trajectory}
+        rows.append(row)
     rows.append({**rows[0], "split": "val"})
+    rows.append({**rows[0], "extra_info": {"hops": 1}})
     write_lines(run / "trajectories" / "step_1.jsonl", rows)
     write_lines(run / "metrics.jsonl", [{"step": 1, "env/finish_ratio": 0.5}])
     return run
 
 
 def test_the_change_is_that_of_the_second_closing_tag_alone(run):
-    (line,) = plot_action_tokens.measure(run)
+    (line,) = plot_action_tokens.measure(run, hops=2)
     tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
     ids = tokenizer.encode(PROMPT + "".join(TURNS), add_special_tokens=False)
     log_probs = []
