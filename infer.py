@@ -282,8 +282,8 @@ def ask(
 
     from data_prep.prompts import fill_prompt
     from search_r1.llm_agent.generation import parse_action
+    from verl.data.rl_dataset import encode_prompt, prompt_text
     from verl.protocol import DataProto, object_array
-    from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
 
     prompt = [{"role": "user", "content": fill_prompt(template, question)}]
     ids = encode_prompt(manager.tokenizer, prompt_text(manager.tokenizer, prompt))

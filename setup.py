@@ -59,7 +59,7 @@ setup(
         "verl.monitor": ["*.html"],
         "verl.trainer": ["*.yaml"],
         "verl.trainer.config": ["*.yaml"],
-        "verl.utils.records": ["*.html"],
+        "verl.records": ["*.html"],
         "search_r1.search.serving": ["*.html"],
         "search_r1.search.bm25": ["*.txt"],
         "data_prep": ["*.txt", "base_model/*", "base_model_plain/*"],

@@ -1,4 +1,4 @@
-"""Benchmarks by name, as rows of this project: what `python -m verl.evaluate --benchmarks NAME` asks.
+"""Benchmarks by name, as rows of this project: what `python -m verl.evaluation --benchmarks NAME` asks.
 
 python -m data_prep.benchmarks humaneval ifeval reasoning_gym:countdown --out data/benchmarks
 
@@ -30,7 +30,7 @@ from data_prep.hub import fetch_file
 from data_prep.microworld import write_world
 from data_prep.prompts import SEARCH_PROMPT, fill_prompt
 from data_prep.squad import Passages, add_passage
-from verl.utils.records.files import write_lines
+from verl.utils.json_files import write_lines
 from verl.verifiers.reasoning_gym import import_library
 
 NAMES = ("humaneval", "ifeval", "reasoning_gym", "microworld", "xquad")

@@ -1,4 +1,4 @@
-"""Questions from a corpus, written by a model: the first half of `python -m verl.synthesize --corpus`.
+"""Questions from a corpus, written by a model: the first half of `python -m verl.synthesis --corpus`.
 
 corpus.jsonl -> passages drawn with a seed -> the model writes a question and its answer on each
              -> NAME_questions.parquet: rows to be asked;  rejected.jsonl: the others, and why
@@ -16,7 +16,7 @@ from data_prep.files import make_row, tidy_question, write_parquet
 from data_prep.prompts import fill_prompt
 from search_r1.search.corpus import Corpus
 from verl.environments import BaseTextEnv, BaseTextEnvStepOutput
-from verl.utils.records.files import write_lines
+from verl.utils.json_files import write_lines
 from verl.utils.reward_score.qa_em import normalize_answer
 
 PROMPT = (

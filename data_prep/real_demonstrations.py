@@ -35,7 +35,7 @@ from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.corpus import Corpus
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
-from verl.utils.dataset.rl_dataset import read_rows, require_columns
+from verl.data.rl_dataset import read_rows, require_columns
 
 # Kinds of queries. The first passage found by them is the right one for .92, .94, .70 and .57 of XQuAD's
 # questions.

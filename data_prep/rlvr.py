@@ -32,10 +32,10 @@ import pyarrow.parquet as pq
 
 from data_prep.files import PARQUET_ROWS, describe, read_records, run_command
 from verl.config import load_config
-from verl.utils.dataset.mixture import verifier_entry
-from verl.verifiers.base import Sample, VerifierSettings, parse_literal
+from verl.data.mixture import verifier_entry
 from verl.verifiers.registry import Assigned, Verifiers, assigned_verifiers, check_name
 from verl.verifiers.text import as_labels
+from verl.verifiers.verifier import Sample, VerifierSettings, parse_literal
 
 FORMATS = {  # the columns of the prompt, and those of the answer of rows that get --verifier
     "open-instruct": (("messages",), ()),

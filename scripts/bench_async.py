@@ -38,7 +38,7 @@ from fastapi import FastAPI, Request  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT, bm25_server, running  # noqa: E402
-from verl.utils.records.files import read_lines  # noqa: E402
+from verl.utils.json_files import read_lines  # noqa: E402
 
 MEAN = 0.5
 SIGMA = 1.0

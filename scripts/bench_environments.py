@@ -31,11 +31,11 @@ from scripted_engine import ScriptedEngine, byte_tokenizer, prompts  # noqa: E40
 
 from verl.agent.agent import EnvironmentAgent  # noqa: E402
 from verl.agent.trajectory import AgentConfig  # noqa: E402
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput  # noqa: E402
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput  # noqa: E402
 from verl.environments.executors import Environments  # noqa: E402
 from verl.environments.registry import register  # noqa: E402
 from verl.protocol import object_array  # noqa: E402
-from verl.workers.rollout.base import Completion, SamplingParams  # noqa: E402
+from verl.sessions.engine_contract import Completion, SamplingParams  # noqa: E402
 
 ENVIRONMENTS = 256
 TURNS = 8

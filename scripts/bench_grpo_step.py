@@ -50,7 +50,7 @@ from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT, bm25_server, running  # noqa: E402
 from verl.config import Config  # noqa: E402
 from verl.config.loading import load_config  # noqa: E402
-from verl.utils.records.files import read_lines  # noqa: E402
+from verl.utils.json_files import read_lines  # noqa: E402
 
 OURS = "ours"
 WAYS = ["float32", "mixed", "bfloat16", "vllm"]

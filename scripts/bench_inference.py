@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import httpx  # noqa: E402
 
+from verl.sessions.engine_contract import SamplingParams  # noqa: E402
 from verl.utils.safetensors_file import read_weights  # noqa: E402
 from verl.workers.engine.loading import load_hf_config  # noqa: E402
-from verl.workers.rollout.base import SamplingParams  # noqa: E402
 from verl.workers.rollout.native import NativeEngine  # noqa: E402
 
 PLAYERS = 64

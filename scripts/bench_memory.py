@@ -32,12 +32,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from verl.preflight.plan import GIB, PHASES, Hardware, Plan
+from verl.planning.memory_plan import GIB, PHASES, Hardware, Plan
+from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
+from verl.sessions.engine_contract import RolloutEngine, SamplingParams
 from verl.trainer.config import load_config
-from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.loading import DTYPES, load_hf_config
-from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
 MODELS = {  # class of the config, the fields above, and whether the output matrix is the embedding's

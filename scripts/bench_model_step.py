@@ -32,13 +32,13 @@ import torch
 import torch.nn.functional as F
 
 from verl.config import load_config
+from verl.packing.packs import prefix_order
 from verl.protocol import DataProto
-from verl.utils.packing import prefix_order
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob
 from verl.workers.engine.fsdp_engine import TrainEngine
 from verl.workers.engine.loading import DTYPES, Precision, load_hf_config, load_policy
 from verl.workers.engine.update_loop import MicroBatchLimits
-from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
 from verl.workers.rollout.native.cpu_model import Product, can_pack

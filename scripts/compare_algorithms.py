@@ -35,8 +35,8 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import numpy as np  # noqa: E402
 
 from scripts.real_model_report import add_line, format_interval  # noqa: E402
-from verl.evaluation.figures import mean_with_interval  # noqa: E402
-from verl.utils.records.files import read_lines  # noqa: E402
+from verl.records.figures import mean_with_interval  # noqa: E402
+from verl.utils.json_files import read_lines  # noqa: E402
 
 ADVANTAGE = "algorithm.adv_estimator="
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode="

@@ -33,7 +33,7 @@ import yaml  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from data_prep.files import run_command  # noqa: E402
-from verl.trainer.ppo.run_state import STATE_FILE, RunState  # noqa: E402
+from verl.checkpoints.run_state import STATE_FILE, RunState  # noqa: E402
 from verl.utils.durable import link_or_copy  # noqa: E402
 from verl.workers.engine.checkpoint import (  # noqa: E402
     ADAPTER_FOLDER,

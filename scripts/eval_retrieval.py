@@ -31,7 +31,7 @@ from search_r1.search.launch import (  # noqa: E402
     check_backend_arguments,
     open_retriever,
 )
-from search_r1.search.retriever import RetrievalUnavailable  # noqa: E402
+from search_r1.search.search_backend import RetrievalUnavailable  # noqa: E402
 
 KS = (1, 3, 10)  # the k of recall@k; the last one is also the depth of MRR
 BATCH = 64  # queries a call when throughput is measured

@@ -85,7 +85,7 @@ def machine(setup: Setup) -> Iterator[Measurement]:
 
 def step(setup: Setup) -> Iterator[Measurement]:
     from verl.config import load_config
-    from verl.preflight.plan import Hardware, Plan
+    from verl.planning.memory_plan import Hardware, Plan
 
     on_cuda = setup.device == "cuda"
     rows = 256 if setup.device == "cuda" else 16
@@ -175,7 +175,7 @@ def greedy(setup: Setup) -> Iterator[Measurement]:
     """Check greedy tokens in float32 where the two best logits are not closer than rounding."""
     from transformers import AutoModelForCausalLM
 
-    from verl.workers.rollout.base import SamplingParams
+    from verl.sessions.engine_contract import SamplingParams
 
     model = contender(setup, "fp32", "0.5b")
     model.rollout.load_weights(model.trainer.weights(), 1)

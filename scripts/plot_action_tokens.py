@@ -27,7 +27,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
-from verl.utils.records.files import last_steps, read_lines, write_lines  # noqa: E402
+from verl.utils.json_files import last_steps, read_lines, write_lines  # noqa: E402
 
 CLOSING_TAG = "</search>"
 MAX_QUERIES = 32  # of one step

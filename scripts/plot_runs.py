@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import yaml  # noqa: E402
 
-from verl.utils.records.files import last_steps, read_lines  # noqa: E402
+from verl.utils.json_files import last_steps, read_lines  # noqa: E402
 
 SMOOTHED = 9  # a point of a curve is the mean of so many steps
 

@@ -22,9 +22,9 @@ import numpy as np
 import pandas as pd
 
 from data_prep.files import run_command
-from verl.evaluation.figures import mean_with_interval
-from verl.utils.records.files import read_lines, to_json, write_text_atomically
-from verl.utils.records.trajectories import TrajectoryFolder, write_page
+from verl.records.figures import mean_with_interval
+from verl.records.trajectories import TrajectoryFolder, write_page
+from verl.utils.json_files import read_lines, to_json, write_text_atomically
 
 MODELS = {"few_shot_test": "untrained, 2 examples", "sft_test": "supervised start", "grpo_test": "GRPO"}
 CONTROLS = {

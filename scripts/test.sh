@@ -5,7 +5,7 @@
 #   bash scripts/test.sh --fast     without the slow tests
 #   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests; both environments are
 #                                   made at once
-#   bash scripts/test.sh -k packing tests/utils      everything else goes to pytest as it is
+#   bash scripts/test.sh -k packs tests/packing      everything else goes to pytest as it is
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

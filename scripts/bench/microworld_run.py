@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_prep.microworld import write_world
 from scripts.bench.servers import ROOT, bm25_server, running
-from verl.utils.records.files import read_lines
+from verl.utils.json_files import read_lines
 
 
 def train_microworld(

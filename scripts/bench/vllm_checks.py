@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from scripts.bench.acceptance import Measurement, Setup
+from verl.sessions.engine_contract import EngineUnavailable, SamplingParams
 from verl.workers.engine.loading import load_hf_config, load_policy
 from verl.workers.engine.lora import plain_parameters
-from verl.workers.rollout.base import EngineUnavailable, SamplingParams
 from verl.workers.rollout.build import other_devices
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 

@@ -25,10 +25,10 @@ from verl.agent.trajectory import AgentConfig, Trajectory, generation_eos_ids
 from verl.config import Config
 from verl.config.environments import EnvironmentConfig
 from verl.config.mixture import SHUFFLED
-from verl.environments.base import ActionUnderWay, BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed
+from verl.environments.environment import ActionUnderWay, BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.environments.registry import SEARCH
-from verl.workers.rollout.base import RolloutEngine
+from verl.sessions.engine_contract import RolloutEngine
 
 INFORMATION_END = "</information>\n\n"
 # Shown after a turn without an action. It contains no tag, so nobody can take it for an answer or a search.
@@ -124,7 +124,7 @@ class SearchEnvironment(BaseTextEnv):
     Args:
         env_config: `client` (a SearchClient), `topk` and `do_search` (False: one turn, for an answer).
         extras: `retriever` says that the row's searches find something other than what the server answers
-            (`verl/evaluation/controls.py`).
+            (`verl/data/controls.py`).
     """
 
     runs = "inline"  # the client has a thread of its own

@@ -1,4 +1,4 @@
-"""Searches that find passages of other questions (the control `shuffled` of verl/evaluation/controls.py).
+"""Searches that find passages of other questions (the control `shuffled` of verl/data/controls.py).
 
     query of the policy     --search--> own documents  ----+
     question of its row     --search--> own documents  ----+--> other documents without own ones, at most topk

@@ -22,7 +22,7 @@ import orjson
 
 from search_r1.search.corpus_files import BYTE_ORDER_MARK, find_rows, unpack_gzip
 from search_r1.search.long_work import Progress
-from search_r1.search.retriever import Document
+from search_r1.search.search_backend import Document
 
 CHECK_BYTES = 256 * 2**20  # a file up to here is checked whole when it is opened, in about a second
 READ_BYTES = 8 * 2**20

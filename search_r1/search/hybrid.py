@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from search_r1.search.retriever import Document, SearchBackend, SearchResult, best_first
+from search_r1.search.search_backend import Document, SearchBackend, SearchResult, best_first
 
 K = 60
 

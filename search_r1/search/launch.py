@@ -31,7 +31,7 @@ from search_r1.search.backend_plan import (
 )
 from search_r1.search.long_work import progress_lines
 from search_r1.search.manifest import check_manifest
-from search_r1.search.retriever import SearchBackend
+from search_r1.search.search_backend import SearchBackend
 
 if TYPE_CHECKING:
     from search_r1.search.corpus import Corpus
@@ -146,7 +146,7 @@ def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = 
         if not arguments.corpus_path and plan.kind not in ONLINE:
             raise ValueError("--corpus_path is missing: the jsonl file that holds the passages")
         if is_installed and plan.kind in ONLINE:
-            from search_r1.search.online.retriever import online_engine
+            from search_r1.search.online.online_retriever import online_engine
 
             online_engine(plan.kind, arguments)
         elif is_installed:
@@ -213,7 +213,7 @@ def _open_backend(
     progress: Callable[[str, int, int], None],
 ) -> SearchBackend:
     if plan.kind in ONLINE:
-        from search_r1.search.online.retriever import OnlineRetriever, online_engine
+        from search_r1.search.online.online_retriever import OnlineRetriever, online_engine
 
         engine = online_engine(plan.kind, arguments)
         return OnlineRetriever(engine, arguments.search_rate, arguments.search_timeout)
@@ -236,8 +236,8 @@ def _open_backend(
 
         return BM25Retriever(corpus, path, num_threads)
 
+    from search_r1.search.dense.dense_retriever import DenseRetriever
     from search_r1.search.dense.encoder import Encoder
-    from search_r1.search.dense.retriever import DenseRetriever
 
     assert path is not None
     settings = manifest.parameters["encoder"] if manifest is not None else None

@@ -23,7 +23,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.long_work import Progress
 from search_r1.search.manifest import read_manifest
 from search_r1.search.replies import without_surrogates
-from search_r1.search.retriever import Document, SearchResult
+from search_r1.search.search_backend import Document, SearchResult
 
 K1 = 0.9
 B = 0.4

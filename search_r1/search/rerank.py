@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from search_r1.search.dense.encoder import cannot_load
 from search_r1.search.dense.packed_bert import first_position
 from search_r1.search.replies import without_surrogates
-from search_r1.search.retriever import SearchBackend, SearchResult, best_first
+from search_r1.search.search_backend import SearchBackend, SearchResult, best_first
 
 # The decimals of a logit. A pair's last bits depend on the pairs that it is batched with. Its rank must not.
 DECIMALS = 4

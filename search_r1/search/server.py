@@ -36,7 +36,7 @@ from search_r1.search.launch import (
     open_retriever,
 )
 from search_r1.search.long_work import end_with_parent
-from search_r1.search.retriever import SearchBackend
+from search_r1.search.search_backend import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
 

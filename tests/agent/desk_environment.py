@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from verl.environments.base import BaseTextEnv
-from verl.verifiers.base import CouldNotVerify
+from verl.environments.environment import BaseTextEnv
+from verl.verifiers.verifier import CouldNotVerify
 
 ARGUMENTS = [
     "Error: close_ticket() missing 1 required positional argument: 'reason'",

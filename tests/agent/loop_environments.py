@@ -6,8 +6,8 @@ import os
 import threading
 import time
 
-from verl.environments.base import BaseTextEnv
-from verl.verifiers.base import CouldNotVerify
+from verl.environments.environment import BaseTextEnv
+from verl.verifiers.verifier import CouldNotVerify
 
 closed: list[str] = []  # names of episodes that were closed, in this process
 

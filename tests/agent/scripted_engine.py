@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from search_r1.search.client import FoundDocument, SearchError
 from verl.protocol import DataProto, object_array
-from verl.workers.rollout.base import Completion, Partial, SamplingParams
+from verl.sessions.engine_contract import Completion, Partial, SamplingParams
 
 EOS = "<|end|>"
 

@@ -9,10 +9,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.trajectory import AgentConfig, Trajectory
-from verl.environments.base import BaseTextEnv
+from verl.environments.environment import BaseTextEnv
 from verl.environments.executors import Environments
+from verl.packing.packs import pack_rows
 from verl.protocol import object_array
-from verl.utils.packing import pack_rows
 from verl.workers.rollout.native.native_engine import NativeEngine
 
 CONFIG = AgentConfig(9, max_start_length=12, max_prompt_length=90, max_response_length=5, max_obs_length=20)

@@ -11,9 +11,9 @@ from scripted_engine import ScriptedEngine, byte_tokenizer
 
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from search_r1.search.client import SearchClient
-from verl.evaluation.controls import with_retriever
+from verl.data.controls import with_retriever
+from verl.data.rl_dataset import RLHFDataset
 from verl.trainer.ppo.collection import prompt_batch, with_seeds
-from verl.utils.dataset.rl_dataset import RLHFDataset
 
 TOWNS = ["Arlen", "Bora", "Cale", "Doria", "Elm", "Fenna"]
 TOKENIZER = byte_tokenizer()

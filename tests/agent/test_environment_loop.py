@@ -12,7 +12,7 @@ from scripted_engine import ScriptedEngine, byte_tokenizer, prompts
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.config.environments import EnvironmentConfig
-from verl.environments.base import EpisodeFailed
+from verl.environments.environment import EpisodeFailed
 from verl.environments.executors import Environments, ProcessEnvironment
 from verl.environments.registry import load_class
 from verl.protocol import object_array

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, env_metrics
 from search_r1.search.client import SearchClient
 from verl.protocol import DataProto
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.rollout.native.native_engine import NativeEngine
 
 TAGS = ["<search>", "</search>", "<answer>", "</answer>"]

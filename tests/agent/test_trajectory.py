@@ -8,7 +8,7 @@ from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, env_metrics
 from verl.agent.codec import to_tensors
 from verl.agent.trajectory import Trajectory, Turn
-from verl.workers.rollout.base import Partial
+from verl.sessions.engine_contract import Partial
 
 
 def example() -> Trajectory:

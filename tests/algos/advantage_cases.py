@@ -68,7 +68,7 @@ def compute(name: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def advantages_of(name: str, *inputs: Any, **more: Any) -> tuple[Tensor, Tensor]:
     """(advantages, returns) of the estimator, for the fields of `AdvantageInputs` that are given."""
-    return algos.compute_advantage(name, algos.AdvantageInputs(*inputs, **more))
+    return algos.estimate_advantages(name, algos.AdvantageInputs(*inputs, **more))
 
 
 def dirty(arguments: dict[str, Any], value: float) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_a_function_with_kwargs_gets_everything_that_there_is():
 
     ones = torch.ones(1, 2)
     inputs = algos.AdvantageInputs(3 * ones, ones, index=["a"], gamma=0.5)
-    assert algos.compute_advantage("an estimator with kwargs", inputs)[0].tolist() == [[3.0, 3.0]]
+    assert algos.estimate_advantages("an estimator with kwargs", inputs)[0].tolist() == [[3.0, 3.0]]
     assert algos.estimator_inputs("an estimator with kwargs") == {
         "token_level_rewards",
         "response_mask",

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.code_server.answers import MAX_TEST_BYTES, decode_tests, same_output
-from verl.code_server.codec import Torn, decode, encode
 from verl.code_server.plain import modules_if_plain
+from verl.code_server.wire import Torn, decode, encode
 
 LEAVES = (
     st.none()

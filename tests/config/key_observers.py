@@ -35,22 +35,22 @@ from search_r1.llm_agent.generation import build_agent
 from search_r1.search.probe import RetrievalProbe
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
+from verl.checkpoints.run_state import RunStopped
 from verl.config import Config
-from verl.environments.base import BaseTextEnv, EpisodeFailed
+from verl.environments.environment import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments
+from verl.planning.memory_plan import Hardware, Plan, report
+from verl.planning.passes import Passes
+from verl.planning.placement import decide_machine_settings, needs_ray, processes_on_nodes, roles_of
 from verl.preflight.machine_checks import find_wrong_corpora
-from verl.preflight.plan import Hardware, Plan, report
 from verl.preflight.preflight import passes_quick_checks, run_preflight
 from verl.preflight.target import Target
 from verl.protocol import DataProto, object_array
+from verl.records import recorder
 from verl.trainer import main_ppo, restarts
 from verl.trainer.config import validate
 from verl.trainer.main_ppo_format import format_score
-from verl.trainer.placement import decide_machine_settings, needs_ray, processes_on_nodes, roles_of
 from verl.trainer.ppo.episodes import FailureWatch
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import RunStopped
-from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import MicroBatchLimits
@@ -329,7 +329,7 @@ def engine(config: Config) -> Any:
     name = build.engine_name(block.rollout, "cpu")
     if name != "native":
         return name
-    made = build.build_engine(block.rollout, block.model, build.EngineRequest(CPU, dtype, 64, 2000))
+    made = build.build_rollout_engine(block.rollout, block.model, build.EngineRequest(CPU, dtype, 64, 2000))
     return dtype, made.max_num_seqs, made.num_blocks  # type: ignore[attr-defined]
 
 

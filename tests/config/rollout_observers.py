@@ -13,12 +13,12 @@ import pytest
 from played_rollouts import Played, Prompts
 
 from search_r1.llm_agent.generation import build_agent
+from verl.checkpoints.run_state import store_of
 from verl.config import Config
+from verl.planning.passes import Passes
+from verl.planning.placement import build_pools, roles_of
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.placement import build_pools, roles_of
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import store_of
 from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.utils.weight_files import WeightReader, versions_in
 from verl.workers.fsdp_workers import ActorRolloutRefWorker

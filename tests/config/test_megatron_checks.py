@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from verl.config import load_config
-from verl.trainer.config.validation import check_megatron, settings_without_effect
+from verl.planning.config_validation import check_megatron, settings_without_effect
+from verl.planning.passes import Passes
+from verl.planning.placement import process_variables
 from verl.trainer.main_ppo import worker_classes
-from verl.trainer.placement import process_variables
-from verl.trainer.ppo.passes import Passes
 from verl.workers import fsdp_workers, megatron_workers
 
 ACTOR = "actor_rollout_ref.actor"

@@ -7,7 +7,7 @@ from verl.algos.policy_losses import loss_traits
 from verl.config import Config, load_config
 from verl.config.keys import keys_of
 from verl.config.policy import ACTOR, ROLLOUT
-from verl.trainer.config.validation import settings_without_effect
+from verl.planning.config_validation import settings_without_effect
 from verl.trainer.ppo import core_algos as algos
 
 LOSS_MODES = keys_of(Config)[f"{ACTOR}.policy_loss.loss_mode"].choices

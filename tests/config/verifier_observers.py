@@ -11,8 +11,8 @@ from typing import Any
 
 from verl.config import Config
 from verl.config.keys import get_value, set_value
-from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
 from verl.verifiers.registry import Assigned, Verifiers, make_verifier
+from verl.verifiers.verifier import Sample, VerifierLimit, VerifierSettings
 
 
 def verdicts(config: Config) -> Any:

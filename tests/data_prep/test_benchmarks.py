@@ -12,9 +12,9 @@ from pyarrow import parquet
 from data_prep import benchmarks
 from data_prep.benchmarks import benchmark_file
 from verl.config.environments import VerifiersConfig
-from verl.trainer import main_evaluate
-from verl.verifiers.base import Sample, VerifierSettings
+from verl.evaluation import program
 from verl.verifiers.registry import Verifiers, assigned_of_row, try_row
+from verl.verifiers.verifier import Sample, VerifierSettings
 
 IFEVAL = [
     {
@@ -123,8 +123,8 @@ def test_xquad_is_made_of_the_hubs_file_of_its_language(tmp_path, monkeypatch):
     ],
 )
 def test_a_name_that_is_none_is_refused_before_anything_is_made(name, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(main_evaluate, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(program, "BENCHMARKS", tmp_path)
     with pytest.raises(SystemExit) as end:
-        main_evaluate.main(["--model", "none", "--benchmarks", name])
+        program.main(["--model", "none", "--benchmarks", name])
     assert end.value.code == 2 and said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

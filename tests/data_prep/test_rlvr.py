@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from data_prep.rlvr import main
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.data.rl_dataset import RLHFDataset
 from verl.verifiers.registry import assigned_verifiers
 
 USER = {"role": "user", "content": "What is 2 + 2?"}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from verl.environments import aime, make
-from verl.verifiers.base import CouldNotVerify
+from verl.verifiers.verifier import CouldNotVerify
 from verl.verifiers.workers import KillableWorkers
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from verl.config.environments import EnvironmentConfig
-from verl.environments.base import BaseTextEnv, EpisodeFailed
+from verl.environments.environment import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments, handle_request
 from verl.verifiers.workers import KillableWorkers, ProcessEnded
 

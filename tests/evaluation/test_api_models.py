@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer.main_evaluate import main
+from verl.evaluation.program import main
 from verl.utils import patient
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,7 @@ def test_results_are_gone_on_with_only_if_asked_for_and_with_the_same_settings(q
 @pytest.mark.slow
 def test_after_a_kill_no_rollout_is_repeated(questions):
     with Api(seconds=0.3) as api:
-        command = [sys.executable, "-m", "verl.evaluate", *flags(api, questions, "--rollouts", "10")]
+        command = [sys.executable, "-m", "verl.evaluation", *flags(api, questions, "--rollouts", "10")]
         command += ["--concurrency", "2"]
         folder = questions.parent / "evals" / "some--model" / "numbers"
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -7,8 +7,8 @@ import threading
 import pytest
 from huggingface_hub import constants as hub_constants
 
-from verl.trainer import main_evaluate
-from verl.trainer.main_evaluate import build_parser, folders_of, read_options, relative_results_path
+from verl.evaluation import program
+from verl.evaluation.program import build_parser, folders_of, read_options, relative_results_path
 
 
 def options(run, *flags):
@@ -70,7 +70,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
 def test_watching_takes_each_as_it_comes_passes_over_those_that_are_gone_and_ends_with_the_run(
     run, monkeypatch
 ):
-    monkeypatch.setattr(main_evaluate, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(program, "WATCH_SECONDS", 0.01)
     checkpoint(run, 1), checkpoint(run, 2)
     with (run / "run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # it runs

@@ -18,8 +18,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from served import MODEL, NAME, serving, tokenizer
 
-from verl.inference import border
 from verl.inference.server import main
+from verl.utils import http_border
 from verl.workers.rollout.native import NativeEngine
 
 QUESTION = {"role": "user", "content": "Question: Who directed Amber Harbor?"}
@@ -366,7 +366,7 @@ def test_metrics_are_prometheus_text(server):
 
 
 def test_a_body_has_a_limit(server, monkeypatch):
-    monkeypatch.setattr(border, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(http_border, "MAX_BODY_BYTES", 1000)
     for content in (b"x" * 2000, iter([b"x" * 600] * 3)):
         reply = server.client.post(
             "/v1/completions", content=content, headers={"content-type": "application/json"}

@@ -7,9 +7,9 @@ import random
 import pytest
 from served import tokenizer
 
-from verl.inference.border import ApiError
 from verl.inference.chat import ChatCodec, Transcript, stream_limit
 from verl.inference.engine_thread import TurnResult
+from verl.utils.http_border import ApiError
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 

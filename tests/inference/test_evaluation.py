@@ -5,7 +5,7 @@ import json
 import pytest
 from served import MODEL, NAME
 
-from verl.trainer.main_evaluate import main
+from verl.evaluation.program import main
 
 LENGTHS = [
     "max_turns=2",

@@ -9,7 +9,7 @@ import pytest
 from verl.monitor import __main__ as monitor
 from verl.monitor import wandb_runs
 from verl.monitor.__main__ import main
-from verl.monitor.tags import table_row
+from verl.records.tags import table_row
 from verl.utils.tracking import Tracking
 
 

@@ -9,10 +9,10 @@ from preflight_cases import BASE_MODEL, ROOT
 from data_prep.microworld import write_world
 from search_r1.search.probe import RetrievalProbe
 from verl.preflight import machine_checks
+from verl.preflight.__main__ import main
 from verl.preflight.preflight import choose, passes_quick_checks
 from verl.trainer.config import load_config
 from verl.trainer.main_ppo import run as train
-from verl.trainer.main_preflight import main
 
 DOWN = ["retriever.url=http://127.0.0.1:9/retrieve", "retriever.timeout=0.3"]
 

@@ -15,9 +15,9 @@ from known_models import write_config
 from preflight_cases import BASE_MODEL, TWO_NODES, TWO_ON_RAY, find, target_of
 from safetensors.torch import save_file
 
+from verl.preflight.__main__ import main
 from verl.preflight.cluster import look_at_ray, versions
 from verl.preflight.target import Cluster, RayNode, Target
-from verl.trainer.main_preflight import main
 
 ACTOR = "actor_rollout_ref.actor"
 NODES = (RayNode("node1", "127.0.0.1", 64, 8, True), RayNode("node2", "10.0.0.2", 64, 8, True))
@@ -173,9 +173,11 @@ def test_token_budgets_make_it_fit(monkeypatch, tmp_path):
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
     )
-    monkeypatch.setattr("verl.preflight.plan.can_compile", lambda: True)
+    monkeypatch.setattr("verl.planning.memory_plan.can_compile", lambda: True)
     assert find("memory", on_one_h100(monkeypatch, tmp_path, *budgets)) == []
-    monkeypatch.setattr("verl.preflight.plan.can_compile", lambda: False)  # without a compiler more is kept
+    monkeypatch.setattr(
+        "verl.planning.memory_plan.can_compile", lambda: False
+    )  # without a compiler more is kept
     (finding,) = find("memory", on_one_h100(monkeypatch, tmp_path, *budgets))
     assert "80.26 GiB" in finding.what
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.utils.records.files import read_lines, write_lines
+from verl.utils.json_files import read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

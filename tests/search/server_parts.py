@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from search_r1.search import index_builder
-from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
+from search_r1.search.search_backend import Document, RetrievalUnavailable, SearchResult
 from search_r1.search.serving.batching import BatchSettings
 from search_r1.search.serving.service import RetrievalService
 

@@ -8,7 +8,7 @@ import pytest
 from corpus_parts import corpus_of_documents
 
 from search_r1.search.hybrid import HybridRetriever
-from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
+from search_r1.search.search_backend import Document, RetrievalUnavailable, SearchResult
 
 CORPUS = corpus_of_documents([{"id": str(row), "contents": f"passage {row}"} for row in range(300)])
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from search_r1.search.rerank import DECIMALS, CrossEncoder, RerankRetriever
-from search_r1.search.retriever import SearchResult
+from search_r1.search.search_backend import SearchResult
 
 CORPUS = corpus_of_documents(
     [

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from verl import DataProto
+from verl.planning.placement import ResourcePoolManager, Role
 from verl.protocol import (
     DataProtoConfig,
     fold_batch_dim,
@@ -33,7 +34,6 @@ from verl.single_controller.base.decorator import (
 )
 from verl.single_controller.base.worker_group import create_colocated_worker_cls
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.placement import ResourcePoolManager, Role
 from verl.utils import hf_tokenizer
 from verl.utils.metric import reduce_metrics
 

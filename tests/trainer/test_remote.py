@@ -11,10 +11,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from small_runs import arguments, metrics
 
-from verl.trainer import remote
+from verl.checkpoints import remote_store
+from verl.checkpoints.remote_store import RemoteFailed, RemoteStore, Uploads
+from verl.checkpoints.run_state import CheckpointStore
 from verl.trainer.main_ppo import run
-from verl.trainer.ppo.run_state import CheckpointStore
-from verl.trainer.remote import RemoteFailed, RemoteStore, Uploads
 
 
 class Breaking(LocalFileSystem):
@@ -105,7 +105,7 @@ def test_what_is_damaged_or_missing_is_not_taken(tmp_path, breaking):
 
 
 def test_only_what_is_whole_elsewhere_is_deleted_here_and_old_ones_there(tmp_path, breaking, monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote_store, "FIRST_PAUSE", 0.01)
     store = CheckpointStore(tmp_path / "run", 1, breaking)
     Breaking.fails_at = 10**9
     Breaking.failures = 0
@@ -266,7 +266,7 @@ def test_a_run_goes_on_on_a_machine_that_has_nothing(world, url, tmp_path, capsy
     (tmp_path / "far").mkdir()
     assert run([*line(steps=2)]) == 0
     before = metrics(tmp_path / "run")
-    assert (tmp_path / "far" / "run" / "global_step_2" / remote.MANIFEST).is_file()
+    assert (tmp_path / "far" / "run" / "global_step_2" / remote_store.MANIFEST).is_file()
     (tmp_path / "run").rename(tmp_path / "lost")
     assert run(line()) == 0
     assert "downloading" in capsys.readouterr().out or (tmp_path / "run" / "global_step_2").is_dir()

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
+from verl.checkpoints.run_state import CheckpointStore, RunState, RunStopped
 from verl.config import Config, load_config
+from verl.planning.placement import ResourcePoolManager
+from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
-from verl.trainer.placement import ResourcePoolManager
-from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.restarts import RestartingRun
-from verl.workers.rollout.base import EngineUnavailable
 
 
 def settings(run_dir, **values) -> Config:

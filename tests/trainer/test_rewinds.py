@@ -7,9 +7,10 @@ import json
 import pytest
 from test_restarts import CountingTrainer, settings
 
+from verl.checkpoints.run_state import CheckpointStore, RunState, RunStopped
 from verl.config import load_config
+from verl.records import RunRecorder
 from verl.trainer.ppo.health import HealthFinding
-from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.restarts import RestartingRun
 from verl.trainer.rewinds import (
     CollapseSeen,
@@ -19,7 +20,6 @@ from verl.trainer.rewinds import (
     rewinds_before,
     step_before,
 )
-from verl.utils.records import RunRecorder
 
 RATE = "actor_rollout_ref.actor.optim.lr"
 

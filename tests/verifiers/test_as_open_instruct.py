@@ -12,10 +12,10 @@ from open_instruct_cases import HIGHEST_TEN, cases
 
 from verl.config.environments import CodeVerifierConfig, JudgeConfig, VerifiersConfig
 from verl.verifiers import Sample, Verdict
-from verl.verifiers.base import VerifierSettings
 from verl.verifiers.ifeval import ifeval_score
-from verl.verifiers.judge import Judge, RubricVerifier, score_of
+from verl.verifiers.llm_judge import Judge, RubricVerifier, score_of
 from verl.verifiers.registry import VERIFIERS, make_verifier
+from verl.verifiers.verifier import VerifierSettings
 
 RECORDED = Path(__file__).with_name("open_instruct_cases.json.gz")
 

@@ -11,9 +11,9 @@ import pytest
 
 from verl.config.environments import VerifiersConfig
 from verl.verifiers import CouldNotVerify, Sample
-from verl.verifiers.base import VerifierSettings
 from verl.verifiers.math import candidates, same_text
 from verl.verifiers.registry import Verifiers, make_verifier
+from verl.verifiers.verifier import VerifierSettings
 from verl.verifiers.workers import CheckedVerifier, KillableWorkers
 
 SETTINGS = VerifierSettings(VerifiersConfig(cpu_seconds=1.5))

@@ -9,9 +9,9 @@ import pytest
 
 from verl.config.environments import CodeVerifierConfig, JudgeConfig, VerifiersConfig
 from verl.verifiers import Sample
-from verl.verifiers.base import VerifierLimit, VerifierSettings
-from verl.verifiers.judge import API_KEY_VARIABLE, CACHE_FILE, final_answer, score_of
+from verl.verifiers.llm_judge import API_KEY_VARIABLE, CACHE_FILE, final_answer, score_of
 from verl.verifiers.registry import Assigned, Verifiers, assigned_verifiers, make_verifier
+from verl.verifiers.verifier import VerifierLimit, VerifierSettings
 
 
 class Busy(ThreadingHTTPServer):

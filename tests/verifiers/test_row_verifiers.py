@@ -6,7 +6,6 @@ import pytest
 
 from verl.config.environments import VerifiersConfig
 from verl.verifiers import CouldNotVerify, Sample, Verdict, Verifier
-from verl.verifiers.base import VerifierSettings
 from verl.verifiers.registry import (
     VERIFIERS,
     Assigned,
@@ -15,6 +14,7 @@ from verl.verifiers.registry import (
     try_row,
     verifier_metrics,
 )
+from verl.verifiers.verifier import VerifierSettings
 
 SETTINGS = VerifierSettings(VerifiersConfig())
 VERIFY = Verifiers(SETTINGS)

@@ -3,7 +3,7 @@
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 
 NEW_TOKENS = 9
 

@@ -9,8 +9,8 @@ import torch
 from one_turn_agent import OneTurnAgent, gen_batch
 from tiny_training import make_batch, make_config, write_model
 
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
-from verl.workers.rollout.base import SamplingParams
 
 
 def actor_group(make_group, model_path, role="actor_rollout_ref", *overrides):

@@ -11,11 +11,11 @@ from typing import Any
 from verl.agent.codec import Codec, to_tensors
 from verl.agent.loop import LoopEvent, TrajectoryLoop
 from verl.agent.trajectory import AgentConfig, Trajectory
-from verl.environments.base import row_max_turns
+from verl.data.rl_dataset import cut_prompt
+from verl.environments.environment import row_max_turns
 from verl.environments.executors import Environments
 from verl.protocol import DataProto
-from verl.utils.dataset.rl_dataset import cut_prompt
-from verl.workers.rollout.base import RolloutEngine, SamplingParams
+from verl.sessions.engine_contract import RolloutEngine, SamplingParams
 
 
 class EnvironmentAgent:

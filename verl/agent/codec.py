@@ -19,10 +19,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from verl.agent.trajectory import AgentConfig, Trajectory
-from verl.environments.base import Message
+from verl.data.rl_dataset import encode_prompt, prompt_text
+from verl.environments.environment import Message
 from verl.environments.registry import SEARCH
-from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
-from verl.workers.rollout.stop import StopCondition, token_bytes
+from verl.sessions.stop import StopCondition, token_bytes
 
 _MARK = re.compile(r"content-\d+-of-a-message")
 # The tags of Search-R1. A tokenizer may have them as special tokens, and observations may hold these.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from verl.workers.rollout.base import RolloutEngine
+from verl.sessions.engine_contract import RolloutEngine
 
 SAMPLE_STEPS = 16
 GAUGES = ("running", "queued", "parked", "kv_used_share", "kv_bytes")

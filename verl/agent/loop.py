@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl.agent.engine_load import EngineLoad
 from verl.agent.stragglers import StragglerWatch
 from verl.agent.trajectory import KEPT, PendingStep, Trajectory, Turn
-from verl.environments.base import (
+from verl.data.rl_dataset import cut_prompt
+from verl.environments.environment import (
     ActionUnderWay,
     BaseTextEnvStepOutput,
     EpisodeFailed,
@@ -35,10 +36,9 @@ from verl.environments.base import (
 )
 from verl.environments.executors import CLOSE_SECONDS, Episode, StepResult
 from verl.environments.registry import SEARCH
-from verl.utils.dataset.rl_dataset import cut_prompt
+from verl.sessions.engine_contract import Completion, Partial, SamplingParams
 from verl.utils.importing import describe
-from verl.verifiers.base import CouldNotVerify
-from verl.workers.rollout.base import Completion, Partial, SamplingParams
+from verl.verifiers.verifier import CouldNotVerify
 
 if TYPE_CHECKING:
     from verl.agent.agent import EnvironmentAgent

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.environments.base import BaseTextEnvStepOutput, Message
+from verl.environments.environment import BaseTextEnvStepOutput, Message
 from verl.environments.executors import Episode
 from verl.environments.registry import SEARCH
+from verl.sessions.engine_contract import Partial, SamplingParams
 from verl.utils.reward_score.qa_em import join_turns
-from verl.workers.rollout.base import Partial, SamplingParams
 
 KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
 

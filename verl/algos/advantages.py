@@ -1,7 +1,7 @@
 """Advantage estimators by name, and the one call that the trainer makes.
 
     estimator_inputs(name)           -> what has to be computed before (values, reward_baselines, ...)
-    compute_advantage(name, inputs)  -> advantages, returns [N, R]
+    estimate_advantages(name, inputs)  -> advantages, returns [N, R]
 
 The estimators are defined in `group_estimators` and `token_estimators`. You register an estimator of your own
 with `register_adv_est`, or name it by its import path. Its parameters are named after the fields of
@@ -295,7 +295,7 @@ def estimator_inputs(name: str | Enum, turn_credit: float = 0.0) -> set[str]:
     return inputs - {"turn_credit"}
 
 
-def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def estimate_advantages(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Compute (advantages, returns) [N, R] with the named estimator; both are 0 where nothing was sampled.
 
     Raises ValueError if an input that the estimator needs is None or does not fit the others.

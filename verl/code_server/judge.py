@@ -23,9 +23,9 @@ from functools import partialmethod
 from time import monotonic
 from typing import Any
 
-from verl.code_server.codec import Peer, TooLarge, Torn, escape, send_fds
 from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, modules_if_plain, nodes_of
 from verl.code_server.prisoner import end_processes
+from verl.code_server.wire import Peer, TooLarge, Torn, escape, send_fds
 
 GONE = "gone"  # the outcome for the supervisor if the prisoner had ended before the test could begin
 REPORTED = "reported"  # the result of a test whose fork has reported the outcome

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from verl.code_server.codec import Peer, Torn, parts_of, receive
+from verl.code_server.wire import Peer, Torn, parts_of, receive
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "get": getattr,

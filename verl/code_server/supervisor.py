@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.code_server.answers import same_output
-from verl.code_server.codec import encode
 from verl.code_server.walls import Walls
+from verl.code_server.wire import encode
 
 WATCH_SECONDS = 0.02  # the time between two looks at the memory of running sandboxes
 START_SECONDS = 10.0  # a sandbox that is not ready by then never will be

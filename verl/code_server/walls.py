@@ -29,7 +29,7 @@ from typing import Any
 
 NOBODY = 65534
 TIERS = ("namespaces", "landlock", "none")
-SCRIPT_MODULES = ("codec", "prisoner", "plain", "judge", "zygote")
+SCRIPT_MODULES = ("wire", "prisoner", "plain", "judge", "zygote")
 FORBIDDEN = (
     "socket ptrace process_vm_readv process_vm_writev pidfd_getfd kcmp bpf perf_event_open keyctl "
     "add_key request_key io_uring_setup io_uring_enter io_uring_register userfaultfd mount umount2 "

@@ -22,10 +22,10 @@ import sys
 from functools import partial
 from typing import Any
 
-from verl.code_server.codec import decode, receive
 from verl.code_server.judge import Test, TestRunner, run_test
 from verl.code_server.plain import nodes_of
 from verl.code_server.prisoner import ProgramServer, Traces, serve_tests
+from verl.code_server.wire import decode, receive
 
 NEWNS = 0x20000
 NEWUSER = 0x10000000

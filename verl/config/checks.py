@@ -1,7 +1,7 @@
 """Checks for mistakes that the schema can't see: missing files, and keys that contradict each other.
 
 Each check raises ValueError with what was found, what was expected and what to do. Nothing here needs torch.
-Checks that ask the estimator or the loss are in `verl.trainer.config.validation`.
+Checks that ask the estimator or the loss are in `verl.planning.config_validation`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from verl.environments.agent_function import ProgramEnv
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, Message
 from verl.environments.messages import as_plain_text
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)

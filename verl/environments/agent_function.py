@@ -34,8 +34,8 @@ from concurrent.futures import Future
 from functools import cache, partial
 from typing import Any
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
 from verl.environments.calls import in_thread
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
 from verl.environments.messages import FORMATS, calls_of, text_of, with_tool_calls, with_tool_list
 from verl.utils.importing import import_named
 
@@ -210,8 +210,8 @@ def _serve() -> str:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from verl.inference.border import STREAM_END, ApiError, answer_errors, as_json, event
     from verl.inference.requests import AgentRequest
+    from verl.utils.http_border import STREAM_END, ApiError, answer_errors, as_json, event
 
     async def complete(request: Request) -> Response:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
 from verl.verifiers.math import last_boxed, minerva_form
 from verl.verifiers.workers import CheckFailed, shared_workers
 

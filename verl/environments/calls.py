@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from verl.environments.base import EpisodeFailed
+from verl.environments.environment import EpisodeFailed
 
 Call = Callable[[], Coroutine[Any, Any, Any]]
 _WATCH_SECONDS = 0.1

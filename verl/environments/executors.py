@@ -32,15 +32,6 @@ from functools import partial, partialmethod
 from typing import Any
 
 from verl.config.environments import EnvironmentConfig
-from verl.environments.base import (
-    ActionUnderWay,
-    BaseTextEnv,
-    BaseTextEnvStepOutput,
-    EpisodeFailed,
-    Message,
-    check_stop,
-    make_environment,
-)
 from verl.environments.calls import (
     Call,
     CallPool,
@@ -48,6 +39,15 @@ from verl.environments.calls import (
     await_if_needed,
     run_in_this_thread,
     run_without_waiting,
+)
+from verl.environments.environment import (
+    ActionUnderWay,
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    EpisodeFailed,
+    Message,
+    check_stop,
+    make_environment,
 )
 from verl.environments.registry import load_class
 from verl.verifiers.workers import CheckFailed, KillableProcess, KillableWorkers, ProcessEnded

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
 
 FORM_REWARD = 0.2  # the most that all turns together earn for numbers that are not right
 

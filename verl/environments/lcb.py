@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.code_server.client import CodeClient
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
 
 # The time that the tests of one request may take. A program that hangs in each test is known by then.
 BATCH_SECONDS = 30.0

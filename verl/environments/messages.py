@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from verl.environments.base import Message
+from verl.environments.environment import Message
 
 _HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
 CALL_BEGINS = "<tool_call>"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.environments.base import EXECUTORS, check_stop, make_environment
+from verl.environments.environment import EXECUTORS, check_stop, make_environment
 from verl.utils.importing import import_named
 
 SEARCH = "search"  # the default, which `search_r1` registers

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.code_server.client import CodeClient, ask
-from verl.environments.base import (
+from verl.environments.environment import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
     ToolGroup,

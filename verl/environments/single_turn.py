@@ -1,6 +1,6 @@
 """The environment of one turn, which the row's verifiers or the reward function score."""
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput
 
 
 class SingleTurnEnv(BaseTextEnv):

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
-from verl.verifiers.base import CouldNotVerify
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
+from verl.verifiers.verifier import CouldNotVerify
 from verl.verifiers.workers import CheckFailed, shared_workers
 
 FOLDERS = {

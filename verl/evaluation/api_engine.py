@@ -24,13 +24,13 @@ import httpx
 import numpy as np
 from torch import Tensor
 
-from verl.utils.patient import RequestFailed, post_patiently
-from verl.workers.rollout.base import (
+from verl.sessions.engine_contract import (
     Completion,
     EngineUnavailable,
     RolloutEngine,
     RolloutSession,
 )
+from verl.utils.patient import RequestFailed, post_patiently
 
 MOST_IDS = 2**31 - 1
 STEP_SECONDS = 0.05  # time that `step` waits for a turn

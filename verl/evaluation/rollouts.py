@@ -27,15 +27,15 @@ import torch
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
+from verl.data.rl_dataset import RLHFDataset
 from verl.evaluation.api_engine import ApiEngine
-from verl.evaluation.figures import UNKNOWN_REWARD_REASONS, rollout_seed, summarize
 from verl.evaluation.similarity import retrieval_effect, similarity
 from verl.protocol import object_array
+from verl.records.figures import UNKNOWN_REWARD_REASONS, rollout_seed, summarize
+from verl.records.trajectories import TokenTexts, spread_rows, trajectory_records, write_page
 from verl.trainer.ppo.collection import prompt_batch, with_seeds
 from verl.trainer.ppo.scoring import RewardManager, score_answers
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.records.files import read_lines, to_json, write_lines, write_text_atomically
-from verl.utils.records.trajectories import TokenTexts, spread_rows, trajectory_records, write_page
+from verl.utils.json_files import read_lines, to_json, write_lines, write_text_atomically
 
 PAGE_RECORDS = 5000
 PAID = ("prompt_tokens", "completion_tokens", "cost")

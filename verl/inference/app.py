@@ -19,12 +19,12 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from verl.inference import requests
-from verl.inference.border import STREAM_END, ApiError, Guard, answer_errors, as_json, event, unless_gone
 from verl.inference.engine_thread import EngineTurn, TurnResult
 from verl.inference.replies import Chat, Completions, Json, choice_of
 from verl.inference.sessions import Run, Sessions
+from verl.sessions.engine_contract import checked_weights
+from verl.utils.http_border import STREAM_END, ApiError, Guard, answer_errors, as_json, event, unless_gone
 from verl.utils.safetensors_file import Shapes, read_weights, shapes_in
-from verl.workers.rollout.base import checked_weights
 
 COMPLETION_TOKENS = 16  # default of max_tokens for /v1/completions, the same as OpenAI's
 SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions", "turns")

@@ -22,10 +22,10 @@ from typing import Any
 
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
+from verl.data.rl_dataset import encode_prompt, prompt_text
 from verl.environments.messages import CALL_BEGINS, calls_of, text_of, with_tool_calls, with_tool_list
-from verl.inference.border import ApiError
 from verl.inference.engine_thread import TurnResult
-from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
+from verl.utils.http_border import ApiError
 
 MAX_SEGMENTS = 1000  # of a session
 _NO_CUT = 1 << 40

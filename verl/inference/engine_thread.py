@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from verl.environments.calls import complete_future
-from verl.inference.border import ApiError
-from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.sessions.engine_contract import Completion, RolloutEngine, SamplingParams
+from verl.utils.http_border import ApiError
 
 JOIN_SECONDS = 10.0
 ABORTED = "abort"  # the finish_reason of a turn that a pause has ended

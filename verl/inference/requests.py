@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl.inference.chat import ChatCodec
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 
 MAX_CHOICES = 128  # of one request
 MAX_INTEGER = 2**62

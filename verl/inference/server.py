@@ -16,12 +16,12 @@ from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
 from verl.inference.sessions import Sessions
+from verl.sessions.engine_contract import TIED_HEAD, EngineUnavailable
 from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_name
 from verl.utils.safetensors_file import read_weights, shapes_in
 from verl.workers.engine.loading import DTYPES, load_hf_config
-from verl.workers.rollout.base import TIED_HEAD, EngineUnavailable
-from verl.workers.rollout.build import EngineRequest, build_engine
+from verl.workers.rollout.build import EngineRequest, build_rollout_engine
 
 THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 GRACE_SECONDS = 5
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         codec = ChatCodec(hf_tokenizer(str(folder)), length, generation_eos_ids(str(folder)))
         dtype = DTYPES.get(args.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
         rollout = Rollout(name=args.engine, max_num_seqs=args.max_num_seqs, kv_cache_gb=args.kv_cache_gb)
-        engine = build_engine(rollout, model, EngineRequest(device, dtype, length, args.max_num_seqs))
+        engine = build_rollout_engine(rollout, model, EngineRequest(device, dtype, length, args.max_num_seqs))
         engine.load_weights(read_weights(folder), 0)
     except (ValueError, EngineUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.inference.border import ApiError
 from verl.inference.chat import ChatCodec, Transcript
 from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
 from verl.inference.replies import Chat
 from verl.inference.requests import ChatRequest
+from verl.utils.http_border import ApiError
 
 Run = Callable[[EngineTurn], Coroutine[Any, Any, TurnResult]]
 

@@ -21,8 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from verl.monitor.runs import TABLE, Run, runs_below, share_of_tags
-from verl.utils.records.files import write_lines
-from verl.utils.records.trajectories import write_page
+from verl.records.trajectories import write_page
+from verl.utils.json_files import write_lines
 
 REFRESH_SECONDS = 2.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.monitor.runs import PICTURES, TABLE, Run, share_of_tags
-from verl.utils.records.files import last_steps, to_json
+from verl.utils.json_files import last_steps, to_json
 
 MOST_POINTS = 500  # maximum number of points of a curve
 

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verl.monitor.tags import TAGS, environment_of, tags_of
-from verl.utils.records.curves import draw_panels
-from verl.utils.records.files import last_steps, read_lines
-from verl.utils.records.trajectories import TrajectoryFolder
+from verl.records.curves import draw_panels
+from verl.records.tags import TAGS, environment_of, tags_of
+from verl.records.trajectories import TrajectoryFolder
+from verl.utils.json_files import last_steps, read_lines
 
 # Picture -> panel -> metrics. For each metric the steps that have it are drawn.
 PICTURES: dict[str, dict[str, tuple[str, ...]]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.monitor.runs import Run
-from verl.monitor.tags import ROLLOUTS_TABLE
+from verl.records.tags import ROLLOUTS_TABLE
 
 LOOK_SECONDS = 30.0  # time for which a run is reused, because reading it asks wandb for all its metrics
 

@@ -1,7 +1,89 @@
-"""The command `python -m verl.preflight` (see verl/trainer/main_preflight.py)."""
+"""Checks before anything is spent: `python -m verl.preflight [options] [the run's overrides]`.
 
+    python -m verl.preflight                                     this machine, and the cluster at RAY_ADDRESS
+    python -m verl.preflight trainer.nnodes=2 retriever.url=...  a run: the arguments of verl.trainer.main_ppo
+    python -m verl.preflight --only retriever,proxy --json ...   some checks, for a script
+
+Each finding is one line that says what is wrong, why it will hurt and what to type. The exit status is 0 if
+there is nothing, or warnings only, and 2 if there are errors (also in the arguments).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
 import sys
+from collections.abc import Sequence
 
-from verl.trainer.main_preflight import main
+import search_r1.llm_agent  # noqa: F401  (registers its environment)
+from search_r1.search.probe import RetrievalProbe
+from verl.config import PROGRAMS, Loaded, load
+from verl.preflight.preflight import CHECKS, choose, run_preflight
+from verl.preflight.target import Target
 
-sys.exit(main())
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.preflight",
+        description="Checks before anything is spent. Arguments key=value are the run's overrides.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    program_help = "the program's schema, e.g. sft_trainer (default: %(default)s)"
+    add("--config-name", default="ppo_trainer", choices=PROGRAMS, help=program_help)
+    add("--json", action="store_true", help="print one JSON object")
+    add("--quick", action="store_true", help="only what the trainer looks at when it starts")
+    add("--only", type=_names, default=[], metavar="NAME,..", help="these checks alone")
+    add("--skip", type=_names, default=[], metavar="NAME,..", help="not these")
+    add("--list", action="store_true", help="print the names of the checks and what they find")
+    add("--index_path", help="an index that the retrieval server is to load on this machine")
+    add("overrides", nargs="*", metavar="key=value", help="as for the trainer")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return the exit status."""
+    arguments = build_parser().parse_intermixed_args(argv)
+    program = arguments.config_name
+    try:
+        if arguments.list:
+            for name in choose(arguments.only, arguments.skip):
+                print(f"{name:15} {(CHECKS[name].__doc__ or '').splitlines()[0]}")
+            return 0
+        has_run = arguments.overrides or program != "ppo_trainer"
+        loaded = load(arguments.overrides, program) if has_run else Loaded(None, {}, [])
+        target = Target(
+            loaded.config,
+            RetrievalProbe(),
+            arguments.index_path,
+            is_thorough=not arguments.quick,
+            notes=tuple(loaded.notes),
+        )
+        preflight = run_preflight(target, arguments.only, arguments.skip)
+    except (ValueError, OSError) as error:
+        if arguments.json:
+            print(json.dumps({"error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    errors = preflight.num_errors
+    warnings = len(preflight.findings) - preflight.num_errors
+    if arguments.json:
+        findings = [dataclasses.asdict(finding) for finding in preflight.findings]
+        counts = {"errors": errors, "warnings": warnings, "checks": preflight.checks}
+        print(json.dumps({**counts, "findings": findings}, indent=1))
+    else:
+        for finding in preflight.findings:
+            print(finding.line)
+        scope = "this run on" if loaded.config is not None else "this machine, or the cluster at RAY_ADDRESS:"
+        machines = f"{preflight.num_machines} machine{'s' * (preflight.num_machines > 1)}"
+        print(f"{len(preflight.checks)} checks of {scope} {machines}: {errors} errors, {warnings} warnings")
+    return 2 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

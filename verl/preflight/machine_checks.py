@@ -24,6 +24,7 @@ from verl.code_server.client import URL_VARIABLE
 from verl.code_server.walls import Limits, NoWalls, choose_walls
 from verl.config import Config
 from verl.config.mixture import sources_of
+from verl.planning.placement import samples_apart
 from verl.preflight.target import (
     Finding,
     Target,
@@ -36,7 +37,6 @@ from verl.preflight.target import (
     warning,
     write_problem,
 )
-from verl.trainer.placement import samples_apart
 
 HOME_BYTES = 1e9
 BASE_FILES = 256  # the open files of a run in one process

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verl.config import Config, SFTConfig
+from verl.planning.memory_plan import Hardware, Plan, report, verdict
+from verl.planning.placement import needs_ray
 from verl.preflight.cluster import RAY_CHECKS, check_machine, check_nodes, look_at_ray
 from verl.preflight.machine_checks import MACHINE_CHECKS
-from verl.preflight.plan import Hardware, Plan, report, verdict
 from verl.preflight.run_checks import RUN_CHECKS
 from verl.preflight.target import Finding, Target, merge
-from verl.trainer.placement import needs_ray
 
 DRIVER_CHECKS = {**RUN_CHECKS, **RAY_CHECKS}
 # All checks by name. The first line of a check's docstring says what it finds.

@@ -16,11 +16,15 @@ import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 
+from verl.checkpoints.run_state import CheckpointStore
 from verl.config import Config, SFTConfig, get_value
 from verl.config.checks import FORMAT_SCORES, check_sft_config
 from verl.config.keys import as_list
-from verl.preflight.memory import Layout
-from verl.preflight.plan import Hardware, Plan, engines_of, rows_of_step, verdict
+from verl.data.row_environments import check_environments, searches
+from verl.planning.config_validation import settings_without_effect, validate
+from verl.planning.memory_plan import Hardware, Plan, engines_of, rows_of_step, verdict
+from verl.planning.model_memory import Layout
+from verl.planning.passes import Passes
 from verl.preflight.target import (
     Finding,
     Target,
@@ -30,11 +34,7 @@ from verl.preflight.target import (
     memory_of_machine,
     warning,
 )
-from verl.trainer.config.validation import settings_without_effect, validate
 from verl.trainer.ppo.batching import num_mini_batches
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import CheckpointStore
-from verl.utils.dataset.row_environments import check_environments, searches
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches

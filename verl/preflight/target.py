@@ -18,9 +18,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from verl.config import Config, SFTConfig, get_value
-from verl.trainer.placement import needs_ray, num_processes, num_sampling
-from verl.trainer.ppo.passes import Passes
-from verl.utils.dataset.row_environments import searches
+from verl.data.row_environments import searches
+from verl.planning.passes import Passes
+from verl.planning.placement import needs_ray, num_processes, num_sampling
 
 GIB = 1 << 30
 CGROUPS = Path("/sys/fs/cgroup")

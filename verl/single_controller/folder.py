@@ -51,7 +51,7 @@ from verl.single_controller.base.worker_group import (
     run_method,
 )
 from verl.utils.announcing import gc_paused
-from verl.utils.records.files import write_text_atomically
+from verl.utils.json_files import write_text_atomically
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 60.0  # without a beat: longer than a process is expected to hold Python's lock

@@ -35,9 +35,9 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
     Raises ValueError if the rows can't be used.
     """
     with gc_paused():
+        from verl.data.sft_dataset import SFTDataset
         from verl.trainer.sft_trainer import FSDPSFTTrainer
         from verl.utils import hf_tokenizer
-        from verl.utils.dataset.sft_dataset import SFTDataset
 
     model = config.model
     data = config.data
@@ -90,8 +90,8 @@ def run(argv: list[str]) -> int:
 def _train(config: SFTConfig) -> int:
     """Train with settings that have passed the first checks; return the exit status."""
     with gc_paused():
+        from verl.planning.placement import decide_machine_settings, start_ray
         from verl.preflight.preflight import passes_quick_checks
-        from verl.trainer.placement import decide_machine_settings, start_ray
         from verl.trainer.restarts import run_program
 
     def start(closing: ExitStack, stop_request: StopRequest) -> FSDPSFTTrainer | int:

@@ -25,9 +25,9 @@ from verl.config.loading import absolute_folders
 from verl.utils.announcing import announce, gc_paused
 
 if TYPE_CHECKING:
+    from verl.planning.placement import Role
     from verl.single_controller.base import ClassWithInitArgs, Worker
     from verl.single_controller.folder import FolderSession
-    from verl.trainer.placement import Role
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.stop_request import StopRequest
     from verl.utils.reward_score import RewardFunction
@@ -46,8 +46,8 @@ def _worker(role: Role, config: Config) -> ClassWithInitArgs:
     """Return the class of a role's workers, with its arguments."""
     from search_r1.llm_agent.generation import build_agent
     from search_r1.search.client import API_KEY_VARIABLE
+    from verl.planning.placement import Role
     from verl.single_controller.base import ClassWithInitArgs
-    from verl.trainer.placement import Role
 
     actor_class, critic_class = worker_classes(config)
     block = config.actor_rollout_ref
@@ -82,17 +82,17 @@ def build_trainer(
     """
     with gc_paused():
         from search_r1.llm_agent.generation import env_metrics
-        from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
+        from verl.data.mixture import training_rows
+        from verl.data.rl_dataset import RLHFDataset
+        from verl.planning.passes import Passes
+        from verl.planning.placement import Role, build_pools, roles_of, samples_apart
         from verl.trainer.ppo.held_out import HeldOutSets, read_sets
-        from verl.trainer.ppo.passes import Passes
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import RewardManager
         from verl.utils import hf_tokenizer
-        from verl.utils.dataset.mixture import training_rows
-        from verl.utils.dataset.rl_dataset import RLHFDataset
         from verl.utils.reward_score import load_reward_function
-        from verl.verifiers.base import VerifierSettings
         from verl.verifiers.registry import Verifiers
+        from verl.verifiers.verifier import VerifierSettings
 
     model = config.actor_rollout_ref.model
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")
@@ -168,11 +168,11 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
     """Train with arguments that have passed the first checks; return the exit status."""
     with announce("loading the libraries"), gc_paused():
         from search_r1.search.probe import RetrievalProbe
+        from verl.data.row_environments import check_environments
+        from verl.planning.placement import decide_machine_settings, process_variables, start_ray
         from verl.preflight.preflight import dry_run, passes_quick_checks
         from verl.trainer.config import settings_without_effect, validate
-        from verl.trainer.placement import decide_machine_settings, process_variables, start_ray
         from verl.trainer.restarts import RestartingRun, run_program
-        from verl.utils.dataset.row_environments import check_environments
 
     config: Config = loaded.config
 

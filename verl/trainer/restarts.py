@@ -29,11 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checkpoints.remote_store import RemoteFailed
+from verl.checkpoints.run_state import RunState, RunStopped, step_of
 from verl.config import Config
+from verl.records.recorder import BRANCHES
+from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
-from verl.trainer.ppo.run_state import RunState, RunStopped, step_of
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
-from verl.trainer.remote import RemoteFailed
 from verl.trainer.rewinds import (
     RESTARTS_FILE,
     CollapseSeen,
@@ -43,8 +45,6 @@ from verl.trainer.rewinds import (
     rewinds_before,
     step_before,
 )
-from verl.utils.records.recorder import BRANCHES
-from verl.workers.rollout.base import EngineUnavailable
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

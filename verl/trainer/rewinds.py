@@ -20,11 +20,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoints.run_state import CheckpointStore, RunStopped
 from verl.config import Config
 from verl.trainer.ppo.health import HealthFinding
-from verl.trainer.ppo.run_state import CheckpointStore, RunStopped
 from verl.utils.durable import sync
-from verl.utils.records.files import read_lines
+from verl.utils.json_files import read_lines
 
 RESTARTS_FILE = "restarts.jsonl"
 RATE_FACTOR = 0.5  # factor of the learning rates for each rewind

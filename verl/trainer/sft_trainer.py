@@ -15,18 +15,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from verl.checkpoints.run_state import RunStopped, SavedState
 from verl.config import SFTConfig
+from verl.data.rl_dataset import PromptSampler
+from verl.data.sft_dataset import SFTDataset
 from verl.protocol import DataProto
+from verl.records import LossRecorder
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.trainer.ppo.resuming import CheckpointedRun
-from verl.trainer.ppo.run_state import RunStopped, SavedState
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
-from verl.utils.dataset.rl_dataset import PromptSampler
-from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.durable import link_or_copy
-from verl.utils.records import LossRecorder
 from verl.workers.sft_worker import SFTWorker
 
 MODEL_FOLDER = "huggingface"

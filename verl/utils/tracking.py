@@ -2,8 +2,8 @@
 
     Tracking.log({"actor/lr": 1e-6, ...}, step) -> each backend
 
-A run's console is a display of its own (`records/console.py`), and `metrics.jsonl` is always written
-(`records/files.py`). Neither needs a service.
+A run's console is a display of its own (`verl/records/console.py`), and `metrics.jsonl` is always written
+(`verl/utils/json_files.py`). Neither needs a service.
 """
 
 from __future__ import annotations

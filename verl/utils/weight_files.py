@@ -28,7 +28,7 @@ import zstandard
 from torch import Tensor
 
 from verl.utils.durable import sync
-from verl.utils.records.files import write_text_atomically
+from verl.utils.json_files import write_text_atomically
 
 logger = logging.getLogger(__name__)
 

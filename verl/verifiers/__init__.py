@@ -3,6 +3,6 @@
 from verl.verifiers import Sample, Verdict, Verifier, CouldNotVerify
 """
 
-from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier
+from verl.verifiers.verifier import CouldNotVerify, Sample, Verdict, Verifier
 
 __all__ = ["CouldNotVerify", "Sample", "Verdict", "Verifier"]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl.code_server.client import CodeClient
-from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
+from verl.verifiers.verifier import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
 
 _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
 

@@ -21,8 +21,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from verl.verifiers.base import Sample, parse_literal
 from verl.verifiers.text import after_thinking
+from verl.verifiers.verifier import Sample, parse_literal
 from verl.verifiers.workers import CheckedVerifier
 
 _ABBREVIATIONS = "dr mr mrs ms prof st jr sr inc ltd co corp vs etc e.g i.e u.s u.k a.m p.m no fig p.s"

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.verifiers.base import Sample
+from verl.verifiers.verifier import Sample
 from verl.verifiers.workers import CheckedVerifier
 
 _MINERVA = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct\.")

@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.verifiers.base import Sample, parse_literal
 from verl.verifiers.text import after_thinking
+from verl.verifiers.verifier import Sample, parse_literal
 from verl.verifiers.workers import CheckedVerifier
 
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from verl.config.environments import VerifiersConfig
-from verl.environments.base import row_max_turns
+from verl.environments.environment import row_max_turns
 from verl.utils.importing import describe, import_named
-from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
+from verl.verifiers.verifier import CouldNotVerify, Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
 UNVERIFIED = "unverified"  # the finish reason of a trajectory without a verdict
 _NAMES = {
@@ -38,9 +38,9 @@ _NAMES = {
     "ifeval:IFEvalVerifier": "ifeval ifeval_old",
     "code:CodeVerifier": "code code_stdio",
     "reasoning_gym:ReasoningGymVerifier": "reasoning_gym",
-    "judge:JudgeVerifier": "general-quality general-quality_rubric general-quality_ref general-safety "
+    "llm_judge:JudgeVerifier": "general-quality general-quality_rubric general-quality_ref general-safety "
     "general-factuality general-creative_writing general-refusal general-web_instruct_general_verifier",
-    "judge:RubricVerifier": "rubric",
+    "llm_judge:RubricVerifier": "rubric",
 }
 VERIFIERS: dict[str, str] = {
     name: f"verl.verifiers.{path}" for path, names in _NAMES.items() for name in names.split()

@@ -21,7 +21,7 @@ import re
 from typing import Any
 
 from verl.utils.reward_score.qa_em import normalize_answer, token_f1
-from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
+from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierSettings
 
 _NUMBER = re.compile(r"[-+]?(?:\d*\.\d+|\d+)")
 _COMMA = re.compile(r"(\d),(\d)")

@@ -24,19 +24,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.config.policy import Actor, ActorRolloutRef, Megatron
 from verl.config.schema import Critic
 from verl.protocol import DataProto
+from verl.sessions.engine_contract import RolloutEngine
 from verl.single_controller.base import DataPosition, Dispatch, Worker, register
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
 from verl.utils.device import free_large_tensors_at_once
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.engine.base import Engine
 from verl.workers.engine.fsdp_engine import TrainEngine
 from verl.workers.engine.loading import Precision, check_heads, load_policy, load_value_model
 from verl.workers.engine.reference import Reference
 from verl.workers.engine.snapshot import BackgroundWriter
+from verl.workers.engine.training_engine import Engine
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
-from verl.workers.rollout.base import RolloutEngine
 
 STATE_FILE = "update.json"
 ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
@@ -309,7 +309,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             tensor_parallel_size=self.num_sampling_together,
         )
         with self.engine.loaded():  # so that an engine that measures free memory sees what will be free
-            self.rollout_engine = build.build_engine(rollout, self.config.model, request)
+            self.rollout_engine = build.build_rollout_engine(rollout, self.config.model, request)
         self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

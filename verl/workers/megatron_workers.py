@@ -17,8 +17,8 @@ import torch.distributed as dist
 from verl.config.policy import Actor, Megatron
 from verl.config.schema import Critic
 from verl.workers import fsdp_workers
-from verl.workers.engine.base import Engine
 from verl.workers.engine.loading import Precision
+from verl.workers.engine.training_engine import Engine
 from verl.workers.megatron.settings import ParallelSizes
 
 

@@ -34,10 +34,10 @@ from verl.config.policy import ActorRolloutRef
 from verl.config.schema import AsyncTraining
 from verl.environments.calls import complete_future
 from verl.protocol import DataProto
+from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.workers.fsdp_workers import device_kind
-from verl.workers.rollout.base import EngineUnavailable
-from verl.workers.rollout.build import EngineRequest, build_engine
+from verl.workers.rollout.build import EngineRequest, build_rollout_engine
 from verl.workers.rollout.native import NativeEngine
 
 JOIN_SECONDS = 10.0
@@ -104,7 +104,7 @@ class RolloutWorker(Worker):
         request = EngineRequest(
             self.device, getattr(torch, dtype), rollout.prompt_length, num_rows, self.rank, self.world_size
         )
-        self.engine = build_engine(rollout, model, request)
+        self.engine = build_rollout_engine(rollout, model, request)
         assert isinstance(self.engine, NativeEngine)
         self.engine.keeps_kv = not self.settings.recompute_kv
         self.agent = self.agent_factory(tokenizer, self.engine)

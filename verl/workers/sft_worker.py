@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import SFTConfig
+from verl.packing.packs import CPU_TOKENS_PER_PACK, PackedMicroBatch
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, register
-from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch
-from verl.workers.engine.base import MicroBatchLoss, Outputs
+from verl.workers.engine.training_engine import MicroBatchLoss, Outputs
 from verl.workers.engine.update_loop import (
     MicroBatchLimits,
     MiniBatch,

@@ -3,7 +3,7 @@
 Scores and words are those of Lucene.
 """
 
+from search_r1.search.bm25.bm25_retriever import BM25Retriever
 from search_r1.search.bm25.build import build_index
-from search_r1.search.bm25.retriever import BM25Retriever
 
 __all__ = ["BM25Retriever", "build_index"]

@@ -37,7 +37,7 @@ from itertools import islice
 import orjson
 
 from search_r1.search.launch import BatchSettings
-from search_r1.search.retriever import Document, RetrievalUnavailable, SearchBackend
+from search_r1.search.search_backend import Document, RetrievalUnavailable, SearchBackend
 from search_r1.search.serving.metrics import Metrics
 
 RETURNING = 0.75  # a held batch leaves when this share of the queries that were open is there again

@@ -10,7 +10,7 @@ from typing import Any
 
 from search_r1.search.corpus import file_identity
 from search_r1.search.launch import BatchSettings
-from search_r1.search.retriever import SearchBackend
+from search_r1.search.search_backend import SearchBackend
 from search_r1.search.serving.batching import Batcher
 from search_r1.search.serving.metrics import Metrics
 

@@ -24,7 +24,7 @@ def answer(retriever: BM25Retriever, query: str, topk: int) -> list[tuple[int | 
 @pytest.fixture
 def small_windows(monkeypatch):
     """Windows of 64 documents, so that small corpora have many."""
-    monkeypatch.setattr("search_r1.search.bm25.retriever.WINDOW", 64)
+    monkeypatch.setattr("search_r1.search.bm25.bm25_retriever.WINDOW", 64)
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 from search_r1.search.corpus import Corpus  # noqa: E402
 from search_r1.search.dense import embeddings  # noqa: E402
+from search_r1.search.dense.dense_retriever import DenseRetriever  # noqa: E402
 from search_r1.search.dense.embeddings import FILES, map_vectors, write_embeddings  # noqa: E402
-from search_r1.search.dense.retriever import DenseRetriever  # noqa: E402
 from search_r1.search.manifest import Manifest, write_manifest  # noqa: E402
 
 

@@ -12,8 +12,8 @@ faiss = pytest.importorskip("faiss")
 pytest.importorskip("torch")
 
 from search_r1.search.dense import faiss_index  # noqa: E402
+from search_r1.search.dense.dense_retriever import DenseRetriever  # noqa: E402
 from search_r1.search.dense.faiss_index import FaissIndex, build_index, read_mapped  # noqa: E402
-from search_r1.search.dense.retriever import DenseRetriever  # noqa: E402
 
 CORPUS = make_corpus(1200)
 VECTORS = HashEncoder().encode_queries(list(CORPUS.iter_contents()))

@@ -12,9 +12,9 @@ import pytest
 from search_engine_stand_in import KEY, StandIn, serve_stand_in
 
 from search_r1.search.launch import add_backend_arguments
-from search_r1.search.online import retriever as online_retriever
-from search_r1.search.online.retriever import OnlineRetriever, online_engine
-from search_r1.search.retriever import RetrievalUnavailable
+from search_r1.search.online import online_retriever as online_retriever
+from search_r1.search.online.online_retriever import OnlineRetriever, online_engine
+from search_r1.search.search_backend import RetrievalUnavailable
 
 PATHS = {"serpapi": "/search", "google": "/customsearch/v1"}
 

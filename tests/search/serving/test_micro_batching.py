@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server_parts import EchoRetriever, echo
 
-from search_r1.search.retriever import Document
+from search_r1.search.search_backend import Document
 from search_r1.search.serving import batching
 from search_r1.search.serving.batching import (
     Batcher,

@@ -14,13 +14,13 @@ from search_r1.llm_agent.generation import env_metrics
 from verl.agent.codec import to_tensors
 from verl.agent.trajectory import Trajectory, Turn
 from verl.config import load_config
+from verl.data.mixture import training_rows
+from verl.planning.placement import ResourcePoolManager, Role
 from verl.protocol import DataProto
+from verl.records import recorder
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register
-from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.scoring import RewardManager
-from verl.utils.dataset.mixture import training_rows
-from verl.utils.records import recorder
 
 MODEL = Path(__file__).parents[3] / "data_prep" / "base_model"
 WORDS = "The lake lies north of the old town and was first named by people who came from the coast. "

@@ -11,8 +11,8 @@ from selection_batches import batch_of, record, turn
 
 from verl.algos.advantages import RunningBaseline
 from verl.algos.kl_and_entropy import FixedKLController
+from verl.planning.passes import Passes
 from verl.protocol import DataProto
-from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.scoring import add_advantages, score
 
 NO_KL = "algorithm.kl_ctrl.kl_coef=0"

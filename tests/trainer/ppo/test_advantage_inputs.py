@@ -8,11 +8,11 @@ import torch
 from quick_config import config_with
 from selection_batches import batch_of, record, turn
 
+from verl.checkpoints.run_state import RunStopped
+from verl.planning.passes import Passes
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer
-from verl.trainer.ppo.core_algos import RunningBaseline, compute_advantage, estimator_inputs
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.ppo.core_algos import RunningBaseline, estimate_advantages, estimator_inputs
 from verl.trainer.ppo.scoring import advantage_inputs, turn_ids, turn_rewards
 
 SEARCHES = record(turns=[turn(0, 2, ["Lima"]), turn(3, 4, ["In OSLO."]), turn(4, 6, ["Oslo"]), turn(7, 8)])
@@ -101,7 +101,7 @@ def test_every_estimator_gets_all_that_it_asks_for(estimator, turn_credit):
     inputs = advantage_inputs(batch, config.algorithm, passes, baseline)
     wanted = estimator_inputs(estimator, turn_credit) - {"rollout_is_weights"}
     assert all(getattr(inputs, name) is not None for name in wanted - {"reward_weights"})
-    advantages, _ = compute_advantage(estimator, inputs)
+    advantages, _ = estimate_advantages(estimator, inputs)
     mask = batch.tensors["response_mask"].bool()
     assert advantages[mask].isfinite().all() and not advantages[~mask].any()
 
@@ -117,9 +117,9 @@ def test_components_have_their_weights_and_rows_without_a_token_count_nowhere():
     assert inputs.reward_weights == {"score": 1.0, "format": 0.5}
     score, format_score = (inputs.reward_components[name].tolist() for name in ("score", "format"))
     assert score == [1.0, 0.0, 0.0] and format_score[0] == 0.5 and all(map(math.isnan, format_score[1:]))
-    advantages, _ = compute_advantage("gdpo", inputs)
+    advantages, _ = estimate_advantages("gdpo", inputs)
     assert advantages[:2].isnan().all()  # what a reward function gets wrong is not hidden
     batch.non_tensor_batch["reward_extra"][1]["format"] = 0.1
     inputs = advantage_inputs(batch, config.algorithm, Passes(config), RunningBaseline())
-    advantages, _ = compute_advantage("gdpo", inputs)
+    advantages, _ = estimate_advantages("gdpo", inputs)
     assert advantages[0] > 0 > advantages[1] and advantages[2] == 0

@@ -10,16 +10,16 @@ import pytest
 import torch
 from quick_config import config_with
 
+from verl.data.difficulty_pools import DifficultyPools
+from verl.data.rl_dataset import PromptSampler
+from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.collection import (
     TrajectoryCollector,
     with_greedy_baselines,
     without_padding,
 )
-from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.scoring import score
-from verl.utils.dataset.difficulty_pools import DifficultyPools
-from verl.utils.dataset.rl_dataset import PromptSampler
 
 FILTER = "algorithm.filter_groups.enable=true"
 MIXED = [1.0, 0.0]

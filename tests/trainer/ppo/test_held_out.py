@@ -11,13 +11,13 @@ from test_validation import Generation, Questions
 
 from verl.config import load_config
 from verl.config.mixture import HeldOut
-from verl.evaluation.controls import with_retriever
-from verl.trainer.main_evaluate import main as evaluate
+from verl.data.controls import with_retriever
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.row_environments import check_environments
+from verl.evaluation.program import main as evaluate
 from verl.trainer.main_ppo import run
 from verl.trainer.ppo.held_out import HeldOutSets, read_sets
 from verl.utils import hf_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.row_environments import check_environments
 
 CONTROLS = ("shuffled", "empty")
 TOKENIZER = hf_tokenizer(str(BASE_MODEL), correct_pad_token=False)

@@ -15,14 +15,14 @@ from instant_runs import WORDS, Policy, instant_trainer, run
 from quick_config import config_with
 from test_whole_runs import rows_of
 
+from verl.checkpoints.run_state import RunStopped
 from verl.trainer.ppo.resuming import SETTINGS_FILE, check_learning_settings, learning_settings
-from verl.trainer.ppo.run_state import RunStopped
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from instant_runs import instant_trainer, run
-from verl.utils.dataset.streaming import RowStream
+from verl.data.streaming import RowStream
 
 made, encode_row = [], RowStream.encode_row
 

@@ -5,12 +5,12 @@ import json
 import pytest
 from test_health import QUICKSTART, kind, learning_runs
 
+from verl.checkpoints.run_state import RunState
+from verl.records.console import outcome_lines
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.kinds import MAX_KINDS, kind_figures, kind_metrics, kind_of, kind_words
 from verl.trainer.ppo.outcome import run_outcome
-from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.validation import ValidationReport, run_summary
-from verl.utils.records.console import outcome_lines
 
 
 def figures(em, searches=1.5, count=200, score=None, judged_by="em"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from verl.checkpoints.run_state import RunStopped
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import RewardManager, apply_search_cost, score_answers
 from verl.utils.reward_score import qa_em_format
 from verl.verifiers import Sample, Verdict

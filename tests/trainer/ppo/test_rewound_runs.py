@@ -9,9 +9,9 @@ from instant_runs import Policy, instant_trainer
 from test_whole_runs import rows_of
 
 from verl.config import load_config
+from verl.records import recorder
 from verl.trainer.restarts import RestartingRun
 from verl.trainer.rewinds import CollapseSeen
-from verl.utils.records import recorder
 
 STEPS = 30
 ONSET = 13

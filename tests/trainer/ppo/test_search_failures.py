@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from data_prep.microworld import write_world
+from verl.checkpoints.run_state import RunStopped
 from verl.config import load_config
 from verl.protocol import DataProto
 from verl.trainer.config import validate
 from verl.trainer.main_ppo import build_trainer
 from verl.trainer.ppo.episodes import FailureWatch
-from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import score
 
 BASE_MODEL = Path(__file__).resolve().parents[3] / "data_prep" / "base_model"

@@ -13,8 +13,8 @@ from selection_batches import batch_of, record, turn
 from verl.algos.advantages import Groups, RunningBaseline
 from verl.algos.kl_and_entropy import FixedKLController
 from verl.config.environments import VerifiersConfig
+from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.scoring import (
     add_advantages,
     searching_rows,
@@ -22,8 +22,8 @@ from verl.trainer.ppo.scoring import (
     solved_share,
     thrift_per_token,
 )
-from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
 from verl.verifiers.registry import Assigned, Verifiers
+from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierSettings
 
 
 def searches_batch(

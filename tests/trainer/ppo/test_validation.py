@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from verl.checkpoints.run_state import RunState
 from verl.config.mixture import HeldOut
-from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 from verl.protocol import DataProto
+from verl.records.console import validation_lines
+from verl.records.figures import UNKNOWN_REWARD_REASONS
 from verl.trainer.ppo.held_out import HeldOutSets
-from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
-from verl.utils.records.console import validation_lines
 
 QUESTIONS = 7
 

@@ -11,7 +11,7 @@ import time
 import pytest
 from instant_runs import Critic, Policy, documented_metrics, instant_trainer, run
 
-from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
+from verl.checkpoints.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.ppo.scoring import RewardManager
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.utils.reward_score import load_reward_function

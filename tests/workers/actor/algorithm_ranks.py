@@ -7,7 +7,7 @@ from algorithm_cases import SPLITS, ActorFactory, Steep, full_batch
 
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.dp_actor import PolicyObjective
-from verl.workers.engine.base import MicroBatchLoss
+from verl.workers.engine.training_engine import MicroBatchLoss
 
 NUM_ROWS = 11  # not even: one rank gets a copy that takes part in nothing
 CASES = {

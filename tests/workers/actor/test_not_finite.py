@@ -11,7 +11,7 @@ from tiny_training import make_actor, make_batch, make_config, make_critic
 
 from verl.protocol import object_array
 from verl.workers.actor.dp_actor import PolicyObjective
-from verl.workers.engine.base import MicroBatchLoss
+from verl.workers.engine.training_engine import MicroBatchLoss
 
 
 @pytest.fixture(scope="module")

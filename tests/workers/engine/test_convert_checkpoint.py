@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_training import make_actor, make_batch, make_config, make_critic, save, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from verl.trainer.ppo.run_state import CheckpointStore, RunState
+from verl.checkpoints.run_state import CheckpointStore, RunState
 from verl.workers.engine.snapshot import BackgroundWriter
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "convert_checkpoint.py"

@@ -10,13 +10,13 @@ from ranks import run_ranks
 from test_last_layer import CONFIGS, build, loss_of, micro_batch
 from tiny_training import assert_same_gradients, make_actor, make_batch, make_config
 
-from verl.utils.linear_logprob import linear_log_prob
-from verl.utils.packed_attention import causal_attention
+from verl.packing.attention import causal_attention
+from verl.packing.linear_logprob import linear_log_prob
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine import cpu_layers
 from verl.workers.engine.cpu_layers import cpu_log_prob, use_cpu_layers
 from verl.workers.engine.loading import keep_stream_in_float32
-from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native import NativeEngine, cpu_kernel
 
 

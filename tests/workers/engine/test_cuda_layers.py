@@ -10,9 +10,10 @@ from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen3Config
 
-from verl.utils import device, linear_logprob
-from verl.utils.packed_attention import Packing
-from verl.utils.packing import pack_rows
+from verl.packing import linear_logprob
+from verl.packing.attention import Packing
+from verl.packing.packs import pack_rows
+from verl.utils import device
 from verl.workers.engine import cuda_layers
 from verl.workers.engine.loading import PolicyModel
 from verl.workers.engine.lora import add_adapters

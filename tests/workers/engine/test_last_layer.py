@@ -11,8 +11,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from verl.utils.packed_attention import PACKED_ATTENTION
-from verl.utils.packing import pack_rows
+from verl.packing.attention import PACKED_ATTENTION
+from verl.packing.packs import pack_rows
 from verl.workers.engine.loading import PolicyModel, ValueModel
 
 SIZES = {

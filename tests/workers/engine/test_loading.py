@@ -9,9 +9,9 @@ import torch
 from tiny_training import CPU, make_config
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
+from verl.checkpoints.run_state import CheckpointStore, RunState
 from verl.config import get_value, write_yaml
-from verl.trainer.placement import decide_machine_settings
-from verl.trainer.ppo.run_state import CheckpointStore, RunState
+from verl.planning.placement import decide_machine_settings
 from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import Precision, load_policy, load_value_model
 
@@ -80,7 +80,7 @@ def test_fastest_becomes_one_type_for_all_roles_and_is_said_once(
     model_path, monkeypatch, capsys, speedup, dtype
 ):
     asked = []
-    monkeypatch.setattr("verl.trainer.placement.bf16_speedup", lambda *sizes: asked.append(sizes) or speedup)
+    monkeypatch.setattr("verl.planning.placement.bf16_speedup", lambda *sizes: asked.append(sizes) or speedup)
     key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fastest"
     config = make_config(model_path, "trainer.device=cpu", key)
     decide_machine_settings(config)
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_keeps_the_type_that_fastest_became(model_path, monke
     settings = [f"actor_rollout_ref.actor.fsdp_config.{key}=fastest", f"trainer.default_local_dir={tmp_path}"]
 
     def placed(speedup: float, *more: str):
-        monkeypatch.setattr("verl.trainer.placement.bf16_speedup", lambda *sizes: speedup)
+        monkeypatch.setattr("verl.planning.placement.bf16_speedup", lambda *sizes: speedup)
         config = make_config(model_path, "trainer.device=cpu", *settings, *more)
         decide_machine_settings(config)
         return config, get_value(config, f"actor_rollout_ref.ref.fsdp_config.{key}")

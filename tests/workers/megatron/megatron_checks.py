@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from megatron_ranks import ASKED, micro_batches
 
-from verl.utils.linear_logprob import linear_log_prob
+from verl.packing.linear_logprob import linear_log_prob
 
 CPU = torch.device("cpu")
 

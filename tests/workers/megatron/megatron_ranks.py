@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from verl.utils.packing import pack_rows
+from verl.packing.packs import pack_rows
 
 SIZES = {
     "vocab_size": 41,  # no multiple of 2: the last tensor rank's part is padded

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from verl.workers.rollout.base import Completion, SamplingParams
+from verl.sessions.engine_contract import Completion, SamplingParams
 from verl.workers.rollout.native import NativeEngine
 
 VOCAB = 97

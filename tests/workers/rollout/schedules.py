@@ -13,7 +13,7 @@ import torch
 from context_runner import VOCAB, ContextRunner, logits, terms
 from torch import Tensor
 
-from verl.workers.rollout.base import Completion, SamplingParams
+from verl.sessions.engine_contract import Completion, SamplingParams
 from verl.workers.rollout.native import NativeEngine, native_engine
 from verl.workers.rollout.native.cpu_sampler import draw
 from verl.workers.rollout.native.runner import PagedRunner

@@ -9,7 +9,7 @@ import torch
 from rollout_models import CONFIGS, generate, hf_log_probs, make_engine, make_model, random_prompts
 from transformers import AutoModelForCausalLM, Gemma3Config, PreTrainedModel
 
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
 

@@ -15,7 +15,7 @@ from verl.workers.rollout.build import (
     EngineRequest,
     _kv_bytes,
     _vllm_arguments,
-    build_engine,
+    build_rollout_engine,
     engine_name,
     model_parallel_size,
 )
@@ -37,7 +37,9 @@ def qwen(tmp_path):
 
 def build(model_path, *overrides, num_rows=4, max_model_len=64, dtype=torch.float32):
     block = load_config([f"actor_rollout_ref.model.path={model_path}", *overrides]).actor_rollout_ref
-    return build_engine(block.rollout, block.model, EngineRequest(CPU, dtype, max_model_len, num_rows))
+    return build_rollout_engine(
+        block.rollout, block.model, EngineRequest(CPU, dtype, max_model_len, num_rows)
+    )
 
 
 def test_native_has_room_for_the_rows_within_max_num_seqs(qwen):

@@ -21,7 +21,7 @@ from rollout_models import (
 )
 from transformers import GPT2Config
 
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.rollout.native import NativeEngine
 
 # Every architecture on the bare model: test_runner.py and test_native_exactness.py.

@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from verl.workers.rollout.base import Completion, SamplingParams
+from verl.sessions.engine_contract import Completion, SamplingParams
 
 ARCHITECTURES = ["qwen2-tied", "qwen3", "llama-llama3", "mistral-sliding-tied", "gemma3-untied", "gemma3"]
 NEAR = 1e-5

@@ -10,7 +10,7 @@ import torch
 from rollout_models import VOCAB, hf_greedy, hf_log_probs, make_engine, make_model, run
 from transformers import PreTrainedModel
 
-from verl.workers.rollout.base import Completion, SamplingParams
+from verl.sessions.engine_contract import Completion, SamplingParams
 from verl.workers.rollout.native import NativeEngine
 
 SIZE = 4  # positions of a block

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from rollout_models import generate, make_engine, make_model, random_prompts
 from torch import Tensor
 
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.rollout.native import runner, torch_model
 
 

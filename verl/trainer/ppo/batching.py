@@ -2,7 +2,7 @@
 
 The cost of a sequence of length n is n + n^2 / a, where a (`attention_length`) is the length at which
 attention costs as much as everything else in the model. Tokens that sequences of one process have in common
-from their beginning on are computed once there (verl.utils.packing) and are counted once. So it can pay to
+from their beginning on are computed once there (verl.packing.packs) and are counted once. So it can pay to
 leave the trajectories of a prompt together.
 """
 
@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 from verl.config import Config
 from verl.config.policy import Actor
 from verl.config.schema import Critic
+from verl.packing.packs import prefix_order
 from verl.protocol import DataProto
-from verl.utils.packing import prefix_order
 from verl.workers.engine.update_loop import mini_batches
 
 # A row stays together with its neighbour if it shares at least one part in this many with it.

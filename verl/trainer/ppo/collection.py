@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.checkpoints.run_state import RunStopped
 from verl.config import Config
+from verl.data.mixture import Mixture
+from verl.data.rl_dataset import DataFailed, PromptSampler, RLHFDataset
 from verl.environments.registry import SEARCH
+from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import environment_metrics, environment_of
 from verl.trainer.ppo.kinds import kind_metrics, kind_of
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import can_save_searches, solved_rows, solved_share, values_named
-from verl.utils.dataset.mixture import Mixture
-from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset
 from verl.verifiers.registry import verifier_metrics
 
 TRAIN_STREAM = 0

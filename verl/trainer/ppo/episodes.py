@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.checkpoints.run_state import EnvironmentsFailed, SearchesFailed
 from verl.config import Config
-from verl.environments.base import BaseTextEnv
+from verl.environments.environment import BaseTextEnv
 from verl.environments.registry import SEARCH, load_class
 from verl.protocol import DataProto
-from verl.trainer.ppo.run_state import EnvironmentsFailed, SearchesFailed
 
 Records = Sequence[Mapping[str, Any]] | np.ndarray
 

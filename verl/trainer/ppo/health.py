@@ -35,9 +35,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from verl.checkpoints.run_state import RunStopped
 from verl.trainer.ppo.drifts import Drift, Level, halved_evidence
 from verl.trainer.ppo.kinds import by_kind, kind_words
-from verl.trainer.ppo.run_state import RunStopped
 
 EARLY_STEPS = 5  # first steps of a run, whose mean is what it was "at the start"
 QUIET_STEPS = 50  # steps before the same sign is reported again

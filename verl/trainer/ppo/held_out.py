@@ -13,15 +13,15 @@ import torch
 
 from verl.config import Config
 from verl.config.mixture import OWN, SHUFFLED, HeldOut, evals_of
+from verl.data.controls import question_of, with_retriever
+from verl.data.rl_dataset import RLHFDataset
 from verl.environments.registry import SEARCH
-from verl.evaluation.controls import question_of, with_retriever
-from verl.evaluation.figures import UNKNOWN_REWARD_REASONS, rollout_seed, summarize
 from verl.protocol import DataProto
+from verl.records.figures import UNKNOWN_REWARD_REASONS, rollout_seed, summarize
 from verl.trainer.ppo.collection import prompt_batch
 from verl.trainer.ppo.scoring import RewardManager
 from verl.trainer.ppo.validation import ask, question_records
 from verl.utils.announcing import announce
-from verl.utils.dataset.rl_dataset import RLHFDataset
 
 
 def read_sets(
@@ -102,7 +102,7 @@ class HeldOutSets:
 
         Returns:
             The metrics `eval/<name>/`: avg@k, pass@j for j <= k, em, f1, searches, completion_len, unverified
-            and truncated (`verl/evaluation/figures.py`), where a figure over no rollout is missing; and a
+            and truncated (`verl/records/figures.py`), where a figure over no rollout is missing; and a
             line for each rollout.
         """
         metrics: dict[str, float] = {}

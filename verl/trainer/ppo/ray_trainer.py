@@ -19,14 +19,20 @@ import torch
 from verl.algos.advantages import RunningBaseline
 from verl.algos.aggregation import PROMPT_MEAN, prompt_counts
 from verl.algos.kl_and_entropy import get_kl_controller
+from verl.checkpoints.run_state import RunState, RunStopped
 from verl.config import Config
 from verl.config.policy import Actor
 from verl.config.schema import Critic
-from verl.preflight.plan import taken_beside_rollouts
+from verl.data.mixture import Mixture, prompt_sampler
+from verl.data.rl_dataset import RLHFDataset
+from verl.planning.memory_plan import taken_beside_rollouts
+from verl.planning.passes import Passes
+from verl.planning.placement import ResourcePoolManager, Role
 from verl.protocol import DataProto
+from verl.records import RunRecorder
+from verl.records.trajectories import TokenTexts, trajectory_records
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
-from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.batching import arrange_for_workers, attention_length, num_mini_batches
 from verl.trainer.ppo.collection import (
@@ -37,19 +43,13 @@ from verl.trainer.ppo.collection import (
 from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.health import HealthFinding, HealthMonitor, check_updates
 from verl.trainer.ppo.held_out import HeldOutSets
-from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
-from verl.trainer.ppo.run_state import RunState, RunStopped
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.trainer.rewinds import CollapseSeen, step_before
-from verl.utils.dataset.mixture import Mixture, prompt_sampler
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.records import RunRecorder
-from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches, shuffled
 

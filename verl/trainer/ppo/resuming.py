@@ -14,11 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from verl.config import Config, SFTConfig, load_config
-from verl.config.keys import as_list, flatten
-from verl.config.mixture import sources_of
-from verl.single_controller.base import WorkerGroup
-from verl.trainer.ppo.run_state import (
+from verl.checkpoints.run_state import (
     CheckpointWriting,
     EnvironmentsFailed,
     RunState,
@@ -26,8 +22,12 @@ from verl.trainer.ppo.run_state import (
     SearchesFailed,
     store_of,
 )
+from verl.config import Config, SFTConfig, load_config
+from verl.config.keys import as_list, flatten
+from verl.config.mixture import sources_of
+from verl.records import Recorder
+from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.stop_request import StopRequest
-from verl.utils.records import Recorder
 
 SETTINGS_FILE = "learning_settings.json"
 _MODEL = "actor_rollout_ref.model.path"

@@ -17,15 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import AdvantageInputs, Groups, RunningBaseline, expand_to_tokens
-from verl.algos.advantages import compute_advantage as estimate_advantages
+from verl.algos.advantages import (
+    AdvantageInputs,
+    Groups,
+    RunningBaseline,
+    estimate_advantages,
+    expand_to_tokens,
+)
 from verl.algos.group_estimators import thrift_advantages
 from verl.algos.kl_and_entropy import FixedKLController, apply_kl_penalty
 from verl.algos.rollout_correction import apply_rollout_correction, mask_rejected_tokens
+from verl.checkpoints.run_state import RunStopped
 from verl.config import Config
 from verl.config.environments import VerifiersConfig
 from verl.config.schema import AlgorithmConfig
 from verl.environments.registry import SEARCH
+from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import (
     add_to_outcome,
@@ -34,14 +41,12 @@ from verl.trainer.ppo.episodes import (
     overlong_penalty,
     room_left,
 )
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.reward_score import RewardFunction, RewardFunctionFailed, call_reward_function, qa_em
 from verl.utils.reward_score import default_compute_score as exact_match
 from verl.utils.reward_score.qa_em import documents_hold_answer, em_check, f1_check, known_answers
 from verl.utils.reward_score.qa_em_format import Segment
-from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
 from verl.verifiers.registry import UNVERIFIED, Assigned, Verifiers, assigned_verifiers
+from verl.verifiers.verifier import Sample, VerifierLimit, VerifierSettings
 
 _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from verl.trainer.ppo.run_state import RunStopped
+from verl.checkpoints.run_state import RunStopped
 
 
 class StopRequest:

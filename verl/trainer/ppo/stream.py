@@ -32,11 +32,11 @@ import numpy as np
 import torch
 
 from verl.config import Config
-from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
 from verl.protocol import DataProto, DataProtoFuture, object_array
+from verl.records.figures import UNKNOWN_REWARD_REASONS
+from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector, continuations
-from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout_worker import MEMBER
 
 STREAM_FILE = "rollout_stream.pkl"

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.evaluation.figures import UNKNOWN_REWARD_REASONS
+from verl.checkpoints.run_state import RunState
+from verl.data.rl_dataset import RLHFDataset
 from verl.protocol import DataProto
+from verl.records.figures import UNKNOWN_REWARD_REASONS
+from verl.records.trajectories import find_question
 from verl.trainer.ppo.collection import (
     VALIDATION_STREAM,
     prompt_batch,
@@ -25,11 +28,8 @@ from verl.trainer.ppo.collection import (
 )
 from verl.trainer.ppo.kinds import kind_figures
 from verl.trainer.ppo.outcome import run_outcome
-from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.scoring import RewardManager, score_answers
 from verl.utils.announcing import announce
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.records.trajectories import find_question
 from verl.utils.reward_score.qa_em import documents_hold_answer, extract_solution, golden_answers
 from verl.verifiers.registry import verifier_metrics
 

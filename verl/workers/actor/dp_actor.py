@@ -29,12 +29,12 @@ from verl.algos.aggregation import PROMPT_MEAN, LossDenominator, agg_loss, echo_
 from verl.algos.kl_and_entropy import compute_kl_loss, get_entropy_controller
 from verl.algos.policy_losses import LossInputs, SelectFn, loss_traits, policy_loss, policy_loss_inputs
 from verl.algos.rollout_correction import rollout_agreement
+from verl.packing.packs import PackedMicroBatch
+from verl.packing.turn_rows import TRAJECTORY, rows_to_trajectories, split_into_turns
 from verl.protocol import DataProto
 from verl.utils.device import to_device
-from verl.utils.packing import PackedMicroBatch
-from verl.utils.turn_rows import TRAJECTORY, rows_to_trajectories, split_into_turns
 from verl.workers.actor.step_bound import StepBound
-from verl.workers.engine.base import Engine, MicroBatchLoss, Outputs
+from verl.workers.engine.training_engine import Engine, MicroBatchLoss, Outputs
 from verl.workers.engine.update_loop import (
     EXTRA_LOSS_KEY,
     MicroBatchLimits,
@@ -311,7 +311,7 @@ class DataParallelPPOActor:
         are read there too. They may be missing if there is only one optimizer step, or if the policy loss
         does without them. In the latter case, with several steps, there are no metrics of the ratio.
 
-        With `turn_ids` [N, R] in the batch each turn is a row of the loss (`verl/utils/turn_rows.py`). Losses
+        With `turn_ids` [N, R] in the batch each turn is a row of the loss (`verl/packing/turn_rows.py`). Losses
         and aggregations that know sequences then see it as a sequence. Mini-batches stay sets of
         trajectories.
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from verl.workers.engine.base import Engine
+from verl.workers.engine.training_engine import Engine
 from verl.workers.engine.update_loop import MicroBatchLimits, infer_rows
 
 MEASURED_SHARE = 8  # one in this many rows of a mini-batch is measured

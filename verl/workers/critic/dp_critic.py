@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from verl.algos.aggregation import agg_loss, compute_value_loss
+from verl.packing.packs import PackedMicroBatch
 from verl.protocol import DataProto
 from verl.utils.device import to_device
-from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.base import Engine, MicroBatchLoss, Outputs
+from verl.workers.engine.training_engine import Engine, MicroBatchLoss, Outputs
 from verl.workers.engine.update_loop import MicroBatchLimits, MiniBatch, UpdateLoop, infer_rows, tensors_of
 
 

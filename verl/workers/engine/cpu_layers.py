@@ -26,8 +26,8 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from verl.utils.linear_logprob import MIN_CHUNK_ROWS
-from verl.utils.packed_attention import Packing, packed_attention_forward
+from verl.packing.attention import Packing, packed_attention_forward
+from verl.packing.linear_logprob import MIN_CHUNK_ROWS
 from verl.workers.engine.loading import PolicyModel, ValueModel, set_forward
 from verl.workers.rollout.native.cpu_kernel import (
     ACTIVATION_CODES,

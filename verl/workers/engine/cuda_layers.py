@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from verl.packing.attention import PACKED_ATTENTION, packed_attention_forward
+from verl.packing.linear_logprob import linear_log_prob
 from verl.utils.device import compiled
-from verl.utils.linear_logprob import linear_log_prob
-from verl.utils.packed_attention import PACKED_ATTENTION, packed_attention_forward
 from verl.workers.engine.loading import PolicyModel, ValueModel, set_forward
 
 logger = logging.getLogger(__name__)

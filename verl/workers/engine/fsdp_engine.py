@@ -1,9 +1,9 @@
-"""The `Engine` (base.py) over FSDP2: a module with its optimizer, schedule, checkpoints and weight stream.
+"""The `Engine` (training_engine.py) over FSDP2: a module with its optimizer, schedule, checkpoints and weight stream.
 
 With one process the module stays plain. With several processes FSDP2 (`fully_shard`) shards it: each decoder
 layer is a unit, and the rest is the root. `ProcessLayout` says which processes shard it. Losses are sums
 divided by the whole world's counts, so gradients are summed over processes, not averaged. With sequence
-parallelism a process computes its share of each micro-batch's tokens (`verl/utils/ulysses.py`), and gradients
+parallelism a process computes its share of each micro-batch's tokens (`verl/packing/ulysses.py`), and gradients
 are summed all the same.
 
 The processes of an FSDP2 run hold shards of the weights and shares of the tokens:
@@ -41,10 +41,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.packing.packs import PackedMicroBatch, shard_micro_batch
 from verl.single_controller.base import DataPosition
 from verl.utils.device import return_free_memory
-from verl.utils.packing import PackedMicroBatch, shard_micro_batch
-from verl.workers.engine.base import Engine, MicroBatchLoss, MicroBatchLossOf, Outputs
 from verl.workers.engine.checkpoint import (
     ADAPTER_FOLDER,
     check_fits,
@@ -62,6 +61,7 @@ from verl.workers.engine.loading import PolicyModel, Precision, ValueModel, keep
 from verl.workers.engine.lora import Adapters, plain_parameters, save_adapter
 from verl.workers.engine.optim import build_optimizer, build_scheduler, hidden_matrices
 from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
+from verl.workers.engine.training_engine import Engine, MicroBatchLoss, MicroBatchLossOf, Outputs
 
 
 @dataclass(frozen=True)

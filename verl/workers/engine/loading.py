@@ -37,9 +37,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils import logging as transformers_logging
 
-from verl.utils.linear_logprob import linear_log_prob
-from verl.utils.packed_attention import PACKED_ATTENTION, Packing
-from verl.utils.packing import PackedMicroBatch
+from verl.packing.attention import PACKED_ATTENTION, Packing
+from verl.packing.linear_logprob import linear_log_prob
+from verl.packing.packs import PackedMicroBatch
 from verl.utils.safetensors_file import shapes_in
 from verl.workers.engine.lora import Adapters, adapter_config, add_adapters, load_adapter, wants_adapters
 
@@ -79,7 +79,7 @@ class Precision:
         """Read the dtypes from an `fsdp_config` block.
 
         If `param_dtype` is null, the computation is in bf16 on CUDA and in fp32 on CPU. `fastest` means the
-        same before `decide_machine_settings` (verl/trainer/placement.py) has measured. If `model_dtype` is
+        same before `decide_machine_settings` (verl/planning/placement.py) has measured. If `model_dtype` is
         null, weights are stored in fp32 if they are trained, and in the dtype of the computation otherwise.
         """
         name = fsdp_config["mixed_precision"]["param_dtype"]

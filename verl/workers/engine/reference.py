@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from verl.workers.engine.base import Engine
 from verl.workers.engine.checkpoint import copy_tensors, load_tensors, save_tensors
+from verl.workers.engine.training_engine import Engine
 
 FOLDER = "reference"
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.algos.aggregation import LossDenominator, denominator_counts
+from verl.packing.packs import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_by_prefix, plan_padded
+from verl.packing.turn_rows import TRAJECTORY, rows_of
 from verl.protocol import DataProto
 from verl.utils.device import to_device
-from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_by_prefix, plan_padded
-from verl.utils.turn_rows import TRAJECTORY, rows_of
-from verl.workers.engine.base import Engine, MicroBatchLoss, Outputs
+from verl.workers.engine.training_engine import Engine, MicroBatchLoss, Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def pack_micro_batches(
     Loss tokens are those of `response_mask` and, if the batch has one, of `extra_loss_mask` ([N, R] bool, see
     `pack_rows`).
 
-    Rows that are turns (`verl/utils/turn_rows.py`) stay with the other turns of their trajectory, and limits
+    Rows that are turns (`verl/packing/turn_rows.py`) stay with the other turns of their trajectory, and limits
     count trajectories. The row of the last turn has the other rows as its beginnings, so it costs as much as
     all of them together. A padded pass shares nothing, so there each turn is a row like any other.
 
@@ -278,7 +278,7 @@ class UpdateLoop:
             data: this rank's rows. Their meta_info `num_mini_batches` is the number of mini-batches, which is
                 the same on every rank. Without it, the configured mini-batch size determines the number from
                 this rank's rows. The column `uid` names the rows in the log.
-            batch: the rows' tensors, or the tensors of their turns' rows (`verl/utils/turn_rows.py`). In both
+            batch: the rows' tensors, or the tensors of their turns' rows (`verl/packing/turn_rows.py`). In both
                 cases mini-batches are sets of rows of `data`.
             objective_of: maps a mini-batch to its objective.
         """

@@ -4,7 +4,7 @@
     q [t, 1, H, D], k and v [t, 1, G, D] --rotate, packed attention--> [t, 1, H x D]
 
 Legend: t tokens of this process, H query heads and G key heads of this tensor rank.
-`verl.utils.packed_attention` keeps sequences apart, shares beginnings, and with context parallelism exchanges
+`verl.packing.attention` keeps sequences apart, shares beginnings, and with context parallelism exchanges
 tokens for heads (`Packing.share`). No kernel of Transformer Engine is needed.
 """
 
@@ -28,8 +28,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from verl.packing.attention import Packing, packed_attention_forward
 from verl.utils.device import compiled
-from verl.utils.packed_attention import Packing, packed_attention_forward
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 

@@ -28,8 +28,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.base import Engine, MicroBatchLoss, MicroBatchLossOf, Outputs
+from verl.packing.packs import PackedMicroBatch
 from verl.workers.engine.checkpoint import (
     check_fits,
     has_optimizer,
@@ -43,6 +42,7 @@ from verl.workers.engine.checkpoint import (
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.optim import build_scheduler
 from verl.workers.engine.snapshot import Snapshot
+from verl.workers.engine.training_engine import Engine, MicroBatchLoss, MicroBatchLossOf, Outputs
 from verl.workers.megatron.model import BuiltModel, initial_weights
 from verl.workers.megatron.optimizer import KINDS, ShardedAdamW
 from verl.workers.megatron.parallel_state import data_position

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from verl.utils.linear_logprob import linear_log_prob
-from verl.utils.packing import PackedMicroBatch, ShardedMicroBatch, shard_micro_batch
+from verl.packing.linear_logprob import linear_log_prob
+from verl.packing.packs import PackedMicroBatch, ShardedMicroBatch, shard_micro_batch
 from verl.workers.engine.cuda_layers import can_compile, is_large_enough_to_compile
 from verl.workers.engine.loading import initial_value_head, load_hf_config
 from verl.workers.engine.lora import wants_adapters

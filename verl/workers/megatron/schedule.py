@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.base import MicroBatchLoss, MicroBatchLossOf, Outputs
+from verl.packing.packs import PackedMicroBatch
+from verl.workers.engine.training_engine import MicroBatchLoss, MicroBatchLossOf, Outputs
 
 
 class Pipeline:

@@ -1,4 +1,4 @@
 """Rollout: sampling trajectories from the policy.
 
-`base.py` is the interface of an engine, `native/` is our own engine and `vllm/` runs vLLM.
+`native/` is our own engine and `vllm/` runs vLLM. Both keep `verl/sessions/engine_contract.py`.
 """

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from verl.config.policy import Policy, Rollout
+from verl.sessions.engine_contract import RolloutEngine
 from verl.workers.engine.loading import DTYPES, load_hf_config
-from verl.workers.rollout.base import RolloutEngine
 
 if TYPE_CHECKING:
     from verl.workers.rollout.native.architecture import ModelSpec
@@ -118,7 +118,7 @@ def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
     return computed_in if rollout.dtype == "auto" else DTYPES[rollout.dtype]
 
 
-def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> RolloutEngine:
+def build_rollout_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> RolloutEngine:
     """Build the engine that the configuration asks for. It has no weights until `load_weights` is called.
 
     Args:

@@ -6,8 +6,8 @@ import pytest
 from protocol_server import expected_turn, log_prob
 from remote_parts import GREEDY, WEIGHTS, drain, hold, wait_until
 
-from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.stop import StopCondition
+from verl.sessions.engine_contract import SamplingParams
+from verl.sessions.stop import StopCondition
 from verl.workers.rollout.vllm import server_client
 
 
@@ -17,7 +17,7 @@ class ByteTokenizer:
     added_tokens_decoder = {}
 
     def get_vocab(self):
-        from verl.workers.rollout.stop import _byte_level_alphabet
+        from verl.sessions.stop import _byte_level_alphabet
 
         return _byte_level_alphabet()
 

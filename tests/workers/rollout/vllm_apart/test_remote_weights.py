@@ -7,7 +7,7 @@ from protocol_server import VOCABULARY, ProtocolServer, expected_turn
 from ranks import run_ranks
 from remote_parts import GREEDY, WEIGHTS, VersionSender, drain, hold, wait_until
 
-from verl.workers.rollout.base import EngineUnavailable, SamplingParams
+from verl.sessions.engine_contract import EngineUnavailable, SamplingParams
 from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 
 

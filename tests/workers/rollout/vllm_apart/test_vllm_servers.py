@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.stop import _byte_level_alphabet
+from verl.sessions.engine_contract import SamplingParams
+from verl.sessions.stop import _byte_level_alphabet
 from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.weight_transfer import WeightSender

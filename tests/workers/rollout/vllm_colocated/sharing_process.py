@@ -14,9 +14,9 @@ from test_vllm_sessions import byte_tokenizer
 from tiny_training import make_config
 from vllm_models import generate, make_model, random_prompts, run, scheduled_ahead
 
+from verl.sessions.engine_contract import SamplingParams
+from verl.sessions.stop import StopCondition
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
-from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.stop import StopCondition
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 FEW_BLOCKS = 20 * 32 * 2 * 2 * 2 * 32 * 4  # positions, keys and values, layers, heads, channels, bytes

@@ -11,8 +11,8 @@ import pytest
 from test_vllm_sessions import byte_tokenizer
 from vllm_models import KV_BYTES, generate, make_model, random_prompts, run, scheduled_ahead, write_config
 
-from verl.workers.rollout.base import Completion, SamplingParams
-from verl.workers.rollout.stop import StopCondition
+from verl.sessions.engine_contract import Completion, SamplingParams
+from verl.sessions.stop import StopCondition
 
 FEW_BLOCKS = 16 * 32 * 2 * 2 * 64 * 4  # positions, keys and values, layers, channels, bytes
 

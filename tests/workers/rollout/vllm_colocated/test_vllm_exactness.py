@@ -16,7 +16,7 @@ from vllm_models import (
     reference_logits,
 )
 
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-tied", "mistral-sliding", "gemma2", "gemma3"])

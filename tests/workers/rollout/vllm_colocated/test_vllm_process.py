@@ -15,7 +15,7 @@ import json, random, sys, threading
 import numpy as np, torch, torch.distributed as dist
 from pathlib import Path
 from vllm_models import KV_BYTES, generate, make_model, write_config
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)

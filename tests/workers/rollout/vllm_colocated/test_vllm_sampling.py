@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm_models import VOCAB, generate, log_probs_of, make_model, random_prompts, reference_logits, run
 
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 from verl.workers.rollout.sampler import truncate
 
 Get = Callable[..., Any]

@@ -19,8 +19,8 @@ from vllm_models import (
     run,
 )
 
-from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.workers.rollout.stop import StopCondition
+from verl.sessions.engine_contract import Completion, RolloutEngine, SamplingParams
+from verl.sessions.stop import StopCondition
 
 Get = Callable[..., Any]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

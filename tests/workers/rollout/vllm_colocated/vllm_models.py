@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.sessions.engine_contract import Completion, RolloutEngine, SamplingParams
 from verl.workers.rollout.vllm.start import prepare_environment
 
 VOCAB = 97

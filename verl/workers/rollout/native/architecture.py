@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from verl.workers.rollout.base import TIED_HEAD, checked_weights
+from verl.sessions.engine_contract import TIED_HEAD, checked_weights
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "gemma3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.utils.packed_attention import causal_attention, is_worth_it
+from verl.packing.attention import causal_attention, is_worth_it
 from verl.workers.rollout.native import cpu_kernel, cpu_sampler
 from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.cpu_kernel import as_array, share_rows

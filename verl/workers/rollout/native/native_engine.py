@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from verl.workers.rollout.base import Completion, RolloutEngine
+from verl.sessions.engine_contract import Completion, RolloutEngine
 from verl.workers.rollout.native.runner import PagedRunner
 from verl.workers.rollout.native.scheduler import Scheduler
 from verl.workers.rollout.native.session import NativeSession

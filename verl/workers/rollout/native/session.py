@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.workers.rollout.base import RolloutSession
+from verl.sessions.engine_contract import RolloutSession
 from verl.workers.rollout.sampler import SamplingRows, uniforms
 
 NO_SLOT = -1

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.utils.packed_attention import takes_flash, varlen_attention
+from verl.packing.attention import takes_flash, varlen_attention
 from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.step_batch import StepBatch
 from verl.workers.rollout.sampler import SamplingRows, draw

@@ -3,7 +3,7 @@
 This file has what both ask of vLLM's requests.
 """
 
-from verl.workers.rollout.base import SamplingParams
+from verl.sessions.engine_contract import SamplingParams
 
 SESSION_SEED = "session_seed"  # key of the seed in a request's extra_args
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures (except 0) to this

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process as a `RolloutEngine` (verl/workers/rollout/base.py).
+"""vLLM in the trainer's process as a `RolloutEngine` (verl/sessions/engine_contract.py).
 
     open/resume -> request with all tokens so far -> vLLM's scheduler -> step(): one token each
                                                                            |
@@ -6,7 +6,7 @@
 
 This engine is exact where vLLM by itself is not:
 
-- A stop string ends a turn at the token that completes it. It is matched on the bytes of tokens (`stop.py`),
+- A stop string ends a turn at the token that completes it. It is matched on the bytes of tokens (`verl/sessions/stop.py`),
   while vLLM looks at detokenised text, which leaves special tokens out and waits for whole characters.
 - Random numbers belong to (seed, position) (`sampler.py`).
 - After new weights no KV state of older ones is used, and nothing derived from them is left
@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.sessions.engine_contract import Completion, RolloutEngine, RolloutSession, SamplingParams
 from verl.utils.device import HostCopy
-from verl.workers.rollout.base import Completion, RolloutEngine, RolloutSession, SamplingParams
 from verl.workers.rollout.vllm import SESSION_SEED, check_supported
 from verl.workers.rollout.vllm import start as vllm_process
 

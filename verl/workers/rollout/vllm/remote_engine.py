@@ -1,4 +1,4 @@
-"""Rollouts on vLLM servers of their own: `RolloutEngine` (verl/workers/rollout/base.py) over HTTP.
+"""Rollouts on vLLM servers of their own: `RolloutEngine` (verl/sessions/engine_contract.py) over HTTP.
 
     owner's thread:  open, resume, close, step, load_weights
                           |  turns             ^  turns that ended (a queue)
@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.rollout.base import (
+from verl.sessions.engine_contract import (
     Completion,
     EngineUnavailable,
     Partial,

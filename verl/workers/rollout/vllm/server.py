@@ -32,8 +32,8 @@ from typing import Any
 import httpx
 
 import verl
+from verl.sessions.engine_contract import EngineUnavailable
 from verl.utils import process_guard
-from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from verl.workers.rollout.base import EngineUnavailable, SamplingParams
+from verl.sessions.engine_contract import EngineUnavailable, SamplingParams
 from verl.workers.rollout.vllm import SESSION_SEED
 from verl.workers.rollout.vllm.server import ServerProcess, VllmServers
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION

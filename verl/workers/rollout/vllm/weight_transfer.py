@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from verl.workers.rollout.base import checked_weights
+from verl.sessions.engine_contract import checked_weights
 
 WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
 JOIN_SECONDS = 120.0

@@ -1,0 +1,1 @@
+"""The rows that a run reads: data sets, mixtures, streams."""

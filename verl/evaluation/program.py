@@ -1,0 +1,446 @@
+"""Measure a model: `python -m verl.evaluation` (docs/evaluation.md).
+
+    python -m verl.evaluation --model RUN --steps 100,200 --benchmarks data/quickstart/test.parquet --rollouts 8
+    python -m verl.evaluation --base_url http://127.0.0.1:8001/v1 --model NAME --benchmarks questions.jsonl
+
+    rows of a file -> the agent, environments and verifiers of training -> OUT/MODEL/BENCHMARK/results.jsonl
+
+Arguments key=value and @file at the end are settings of training (`bash train_grpo.sh --help`): lengths,
+max_turns, retriever.url, environment, verifiers. A checkpoint has the settings of its run; other models have
+Search-R1's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import search_r1.llm_agent  # noqa: F401  (registers its environment)
+from data_prep.benchmarks import benchmark_file
+from data_prep.hub import fetch_model
+from verl.config import Config
+from verl.config.keys import flatten
+from verl.config.loading import VARIABLE_PREFIX, load
+from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
+from verl.monitor.runs import state_of
+from verl.utils.announcing import announce, gc_paused
+from verl.utils.model_folders import find_model, run_folder
+
+if TYPE_CHECKING:
+    from verl.agent.agent import EnvironmentAgent
+    from verl.evaluation.rollouts import Benchmark
+
+# Search-R1's settings, for models without a run.
+DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, "data.max_obs_length": 500}
+DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
+WATCH_SECONDS = 5.0
+BENCHMARKS = Path("data/benchmarks")  # the rows of benchmarks that are given by name
+# The options (RESULT_OPTIONS) and the settings (RESULT_SETTINGS) on which results depend: --resume goes on
+# with results that have the same.
+RESULT_OPTIONS = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
+RESULT_SETTINGS = (
+    "max_turns",
+    "do_search",
+    "environment.",
+    "verifiers.",
+    "custom_reward_function.",
+    "retriever.topk",
+    "data.max_",
+    "data.prompt_key",
+    "data.truncation",
+    "actor_rollout_ref.rollout.dtype",
+)
+
+
+def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help="run, Hugging Face folder or hub name; with --base_url its name there",
+    )
+    names = "files of rows (.parquet, .jsonl), or names (docs/evaluation.md), a,b"
+    add("--benchmarks", default="", help=names)
+    add("--out", type=Path, default=Path(out), help=f"results: OUT/MODEL/BENCHMARK ({out})")
+    add("--resume", action="store_true", help="go on with the results that are there")
+    add("-n", type=int, help="examples of each benchmark, drawn with a fixed seed (all)")
+    add("--rollouts", type=int, default=1, help="of each example (%(default)s)")
+    add("--temperature", type=float, help="0: greedy (0 with one rollout, else 1)")
+    add("--seed", type=int, default=0)
+    add("--concurrency", type=int, default=128, help="rollouts under way at once (128)")
+    add("--solved_at", type=float, default=1.0, help="reward of a solved rollout, for pass@j (1)")
+    add("--similarity", action="store_true", help="compare long answers: ROUGE-L, token F1, Jaccard, BLEU")
+    add("--encoder", help="with --similarity: folder or name of a text encoder, for the answers' cosine")
+    add("--category", help="tell figures by this name in extra_info (the data source)")
+    add("--steps", help="of a run: 100,200 or all (the newest)")
+    add("--watch", action="store_true", help="each checkpoint of a run as it comes, until the run is over")
+    add("--base_url", help="of a server with OpenAI's API: http://host:port/v1")
+    add("--tokenizer", help="with --base_url: the model's folder, for servers that take and give token ids")
+    add("--api_key_var", default="OPENAI_API_KEY", help="environment variable with the server's key")
+    add("--timeout", type=float, default=300.0, help="seconds of a request to --base_url (300)")
+    add("--patience", type=float, default=1800.0, help="seconds of a turn with all its requests (1800)")
+    add("--prices", default="0,0", help="US dollars per million tokens read,written")
+    add("settings", nargs="*", metavar="key=value", help="settings of training, @file too")
+    parser.set_defaults(retriever=OWN)
+    return parser
+
+
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; a mistake in it ends the program with status 2."""
+    options = parser.parse_intermixed_args(argv)
+    if options.temperature is None:
+        options.temperature = float(options.rollouts > 1)
+    names = [name for name in options.benchmarks.split(",") if name]
+    for name in ("rollouts", "concurrency", "n"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name}: found {value}, expected 1 or more")
+    if options.temperature < 0:
+        parser.error(f"--temperature: found {options.temperature}, expected 0 or more")
+    try:
+        options.prices = tuple(float(price) for price in options.prices.split(","))
+    except ValueError:
+        options.prices = ()
+    if len(options.prices) != 2:
+        parser.error("--prices: expected two numbers, as 0.4,1.6")
+    if options.base_url is None:
+        if options.tokenizer is not None:
+            parser.error("--tokenizer: expected only with --base_url; a folder has its own")
+    elif options.steps or options.watch:
+        parser.error("--steps and --watch: expected only with a run's folder as --model")
+    elif not options.base_url.startswith(("http://", "https://")):
+        parser.error(f"--base_url: found {options.base_url}, expected http://host:port/v1")
+    options.retrievers = list(dict.fromkeys(name for name in options.retriever.split(",") if name))
+    if not options.retrievers or not set(options.retrievers) <= set(RETRIEVERS):
+        parser.error(
+            f"--retriever: found {options.retriever!r}, expected one or more of {','.join(RETRIEVERS)}"
+        )
+    if options.steps not in (None, "all") and not re.fullmatch(r"\d+(,\d+)*", options.steps):
+        parser.error(f"--steps: found {options.steps}, expected all, or numbers as 100,200")
+    try:
+        options.benchmarks = [
+            Path(name).expanduser() if "." in name or "/" in name else benchmark_file(name, BENCHMARKS)
+            for name in names
+        ]
+    except ValueError as error:
+        parser.error(f"--benchmarks: {error}")
+    stems = [path.stem for path in options.benchmarks]
+    for path in options.benchmarks:
+        if not path.is_file() or path.suffix not in (".parquet", ".jsonl"):
+            parser.error(f"--benchmarks: found {path}, expected a file of rows, .parquet or .jsonl")
+        if stems.count(path.stem) > 1:
+            parser.error(f"--benchmarks: found two files named {path.stem}; their results have one place")
+    return options
+
+
+def folders_of(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield the models' folders: one, or those of a run's checkpoints, with --watch as they come.
+
+    Raises ValueError if the folder, or a checkpoint that is asked for, is not there.
+    """
+    run = Path(options.model).expanduser()
+    if not options.steps and not options.watch:
+        folder = Path(find_model(options.model))
+        yield folder if folder.is_dir() else fetch_model(options.model)
+        return
+    if not run.is_dir():
+        raise ValueError(f"--model: found no folder {run}; expected a run's, for --steps and --watch")
+    steps_wanted = [int(step) for step in (options.steps or "all").split(",") if step != "all"]
+    seen: set[int] = set()
+    while True:
+        is_over = not options.watch or state_of(run) != "running"  # asked before looking at what is there
+        checkpoints = {
+            int(path.parents[2].name.removeprefix("global_step_")): path.parent
+            for path in run.glob("global_step_*/actor/huggingface/config.json")
+            if run_folder(path.parent)
+        }
+        for step in sorted(checkpoints.keys() - seen):
+            seen.add(step)
+            # A checkpoint may be pruned by now.
+            if (not steps_wanted or step in steps_wanted) and checkpoints[step].is_dir():
+                yield checkpoints[step]
+        if is_over:
+            break
+        time.sleep(WATCH_SECONDS)
+    missing = sorted(set(steps_wanted) - seen)
+    if missing or not seen:
+        steps_found = ", ".join(map(str, sorted(seen))) or "none"
+        raise ValueError(
+            f"{run} has the checkpoints: {steps_found}; expected {missing or 'at least one'} (--steps)"
+        )
+
+
+def relative_results_path(folder: Path | None, model: str) -> Path:
+    """Return a model's place below --out.
+
+    It is RUN/global_step_N, the name of its folder, or a name as organisation--model.
+    """
+    if folder is None or not Path(model).expanduser().is_dir():
+        return Path(model.replace("/", "--"))
+    run = run_folder(folder)
+    if run is None:
+        return Path(folder.resolve().name)
+    return Path(run.name) / folder.resolve().parents[1].name
+
+
+def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
+    """Return the settings of a model: its run's, or Search-R1's, with those of the command line on top.
+
+    Raises ValueError if they are wrong.
+    """
+    run = None if folder is None else run_folder(folder)
+    candidates = [parent / "config.yaml" for parent in (run, folder) if parent is not None]
+    of_run = [f"@{file}" for file in candidates if file.is_file()][:1]
+    weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in DEFAULTS.items()}
+    config: Config = load([*of_run, *options.settings], environment=weakest | os.environ).config
+    return config
+
+
+@contextmanager
+def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -> Iterator[EnvironmentAgent]:
+    """Provide the agent of training over a loaded model, or over a server.
+
+    Raises ValueError or EngineUnavailable if the model can't be used.
+    """
+    import torch
+
+    from search_r1.llm_agent.generation import build_agent
+    from search_r1.search.client import API_KEY_VARIABLE
+    from verl.evaluation.api_engine import ApiEngine, MessageTokenizer
+    from verl.sessions.engine_contract import RolloutEngine
+    from verl.utils import hf_tokenizer
+    from verl.utils.device import get_device_name
+    from verl.utils.safetensors_file import read_weights
+    from verl.workers.rollout.build import EngineRequest, build_rollout_engine, rollout_dtype
+
+    rollout = config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
+    length = config.data.max_prompt_length
+    model.path = options.tokenizer if folder is None else str(folder)
+    tokenizer: Any
+    if options.base_url is None:
+        assert folder is not None
+        device = torch.device(get_device_name())
+        tokenizer = hf_tokenizer(str(folder), False, trust_remote_code=model.trust_remote_code)
+        dtype = rollout_dtype(rollout, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        engine: RolloutEngine[Any] = build_rollout_engine(
+            rollout, model, EngineRequest(device, dtype, length, options.concurrency)
+        )
+        engine.load_weights(read_weights(folder), 0)
+    else:
+        messages = None if options.tokenizer else MessageTokenizer()
+        tokenizer = messages or hf_tokenizer(options.tokenizer, correct_pad_token=False)
+        engine = ApiEngine(
+            options.base_url,
+            options.model,
+            messages=messages,
+            max_model_len=length,
+            concurrency=options.concurrency,
+            api_key=os.environ.get(options.api_key_var),
+            timeout=options.timeout,
+            patience=options.patience,
+        )
+    with ExitStack() as stack:
+        stack.callback(engine.shutdown)
+        key = os.environ.get(API_KEY_VARIABLE, "")
+        yield stack.enter_context(closing(build_agent(config, tokenizer, engine, api_key=key)))
+
+
+def check_search(config: Config, may_search: bool) -> None:
+    """Raise ValueError if questions need a search server and none answers.
+
+    Args:
+        config: the settings.
+        may_search: whether there are questions that may search.
+    """
+    from search_r1.search.client import API_KEY_VARIABLE, SearchClient, SearchError
+
+    if not config.do_search or not may_search:
+        return
+    retriever = config.retriever
+    key = os.environ.get(API_KEY_VARIABLE, "")
+    connection = (retriever.url, retriever.topk, 5.0)
+    with SearchClient(*connection, api_key=key, use_proxy=retriever.use_proxy) as client:
+        try:
+            client.batch_search(["is anybody there"])
+        except SearchError as error:
+            raise ValueError(
+                f"the search server does not answer: {error}. Start one with `bash retrieval_launch.sh`, or "
+                "say where it is: retriever.url=http://host:port/retrieve"
+            ) from None
+
+
+def evaluate(
+    folder: Path | None, options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None
+) -> None:
+    """Measure one model on all benchmarks.
+
+    Args:
+        folder: the model's folder; None for a model on a server.
+        options: the command line.
+        use: is called with each benchmark after its rollouts, with the tokenizer and with the model's name.
+
+    Raises:
+        ValueError: for a mistake of the user.
+        EngineUnavailable: if the engine can't be used.
+        RunStopped: if the evaluation can't go on.
+    """
+    with announce("loading the libraries", sys.stderr), gc_paused():
+        from verl.data.controls import with_retriever
+        from verl.data.rl_dataset import RLHFDataset
+        from verl.evaluation.rollouts import Benchmark, EvaluationSettings, format_figure
+        from verl.trainer.ppo.scoring import RewardManager
+        from verl.utils.reward_score import load_reward_function
+        from verl.verifiers.registry import Verifiers
+        from verl.verifiers.verifier import VerifierSettings
+
+    config = settings_of(folder, options)
+    check_retrievers(config, options)
+    evaluation_settings = EvaluationSettings(
+        options.rollouts,
+        options.temperature,
+        options.seed,
+        options.concurrency,
+        options.solved_at,
+        options.prices,
+        options.category,
+        options.similarity or options.encoder is not None,
+    )
+    encode = None
+    if options.encoder is not None:
+        from search_r1.search.dense.encoder import Encoder
+
+        encode = Encoder(Path(options.encoder).name, options.encoder).encode_passages
+    name = relative_results_path(folder, options.model)
+    with announce(f"loading {name}", sys.stderr), ExitStack() as stack:
+        agent = stack.enter_context(agent_of(folder, config, options))
+        open_agent = stack.pop_all()
+    with open_agent:
+        data = {**config.data, "env_class": config.environment.env_class}
+        if not hasattr(agent.tokenizer, "vocab_size"):  # tokens are messages here: the server limits lengths
+            data["truncation"] = "left"
+        verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / name))
+        open_agent.callback(verifiers.close)
+        score = load_reward_function(config.custom_reward_function)
+        reward_fn = RewardManager(agent.tokenizer, 0, score, verifiers, stops=False)
+        benchmarks: list[Benchmark] = []
+        datasets: list[RLHFDataset] = []
+        for path in options.benchmarks:
+            dataset = RLHFDataset(str(path), agent.tokenizer, data, options.n)
+            verifiers.check_rows(dataset.rows_to_check())
+            datasets.append(dataset)
+            settings = {
+                "model": str(folder or options.model),
+                "file": hashlib.sha256(path.read_bytes()).hexdigest(),
+                **{name: getattr(options, name) for name in RESULT_OPTIONS},
+                **{key: value for key, value in flatten(config).items() if key.startswith(RESULT_SETTINGS)},
+            }
+            for retriever in options.retrievers:
+                rows = with_retriever(dataset, retriever, options.seed, config.max_turns)
+                control = {} if retriever == OWN else {"retriever": retriever}
+                label = benchmark_label(path.stem, retriever)
+                results_folder = options.out / name / label
+                benchmarks.append(Benchmark(label, rows, results_folder, {**settings, **control}, encode))
+        for benchmark in benchmarks:
+            benchmark.check(options.resume)
+        asks_server = not set(options.retrievers).isdisjoint((OWN, SHUFFLED))
+        check_search(config, asks_server and any(dataset[0]["episode"] is None for dataset in datasets))
+        summaries: dict[str, dict[str, Any]] = {}
+        for benchmark in benchmarks:
+            summary = benchmark.run(agent, reward_fn, evaluation_settings)
+            summaries[benchmark.name] = summary
+            figures = {key: value for key, value in summary.items() if isinstance(value, list)}
+            report = ", ".join(f"{key} {format_figure(value)}" for key, value in figures.items())
+            print(f"{name} on {benchmark.name}: {report}; {benchmark.folder}/page.html", flush=True)
+            if use is not None:
+                use(benchmark, agent.tokenizer, str(name))
+        if len(options.retrievers) > 1:
+            for path in options.benchmarks:
+                print(f"{name} on {path.stem}\n{beside_each_other(path.stem, options.retrievers, summaries)}")
+
+
+def beside_each_other(
+    benchmark: str, retrievers: Sequence[str], summaries: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Return the figures of a benchmark as a table: a line for each figure, a column for each retriever."""
+    from verl.evaluation.rollouts import format_figure
+
+    columns = [summaries[benchmark_label(benchmark, retriever)] for retriever in retrievers]
+    names = [name for name, value in columns[0].items() if isinstance(value, list) or name == "searches"]
+    cells = [["", *retrievers]]
+    for name in names:
+        cells.append([name, *[format_figure(column.get(name)) for column in columns]])
+    widths = [max(len(row[number]) for row in cells) for number in range(len(cells[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def benchmark_label(benchmark: str, retriever: str) -> str:
+    """Return the name of a benchmark, which says whether its searches find other passages than their own."""
+    return benchmark if retriever == OWN else f"{benchmark}/{retriever}"
+
+
+def check_retrievers(config: Config, options: argparse.Namespace) -> None:
+    """Raise ValueError if --retriever changes what searches find where nothing is searched."""
+    from verl.data.row_environments import check_controlled, environments_in
+
+    for retriever in options.retrievers:
+        if retriever != OWN and not config.do_search:
+            raise ValueError(
+                f"Found --retriever {retriever} with do_search=false, where nothing is searched; expected "
+                f"do_search=true, or --retriever {OWN}."
+            )
+        for path in options.benchmarks:
+            environments = environments_in(path, config.environment.env_class)
+            check_controlled(retriever, environments, f"the rows of {path} (--retriever)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see `run_command`."""
+    parser = build_parser("python -m verl.evaluation", __doc__, "evals")
+    parser.add_argument(
+        "--retriever",
+        default=OWN,
+        help="what searches find: own, shuffled (passages of other questions), empty, or several: a,b (own)",
+    )
+    options = read_options(parser, argv)
+    if not options.benchmarks:
+        parser.error("--benchmarks: found none, expected files of rows or names")
+    return run_command(options)
+
+
+def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None = None) -> int:
+    """Evaluate the models; return the exit status.
+
+    The status is 0; 2 for a mistake of the user; 3 if the command ended before its time, and --resume goes
+    on; and 130 for a Ctrl-C.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    stopped: tuple[type[Exception], ...] = ()
+    try:
+        from verl.checkpoints.run_state import RunStopped
+        from verl.sessions.engine_contract import EngineUnavailable
+
+        stopped = (RunStopped, EngineUnavailable)
+        for folder in [None] if options.base_url else folders_of(options):
+            evaluate(folder, options, use)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except stopped as error:
+        print(f"error: {error}. The same command with --resume goes on.", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,1 @@
+"""The program `python -m verl.synthesis`: rows that train, from a model's verified rollouts."""
