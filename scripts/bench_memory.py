@@ -32,7 +32,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from verl.planning.memory_plan import GIB, PHASES, Hardware, Plan
+from verl.planning.hardware import GIB, Hardware
+from verl.planning.memory_plan import PHASES, Plan
 from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
 from verl.sessions.engine_contract import RolloutEngine, SamplingParams

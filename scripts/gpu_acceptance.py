@@ -85,7 +85,8 @@ def machine(setup: Setup) -> Iterator[Measurement]:
 
 def step(setup: Setup) -> Iterator[Measurement]:
     from verl.config import load_config
-    from verl.planning.memory_plan import Hardware, Plan
+    from verl.planning.hardware import Hardware
+    from verl.planning.memory_plan import Plan
 
     on_cuda = setup.device == "cuda"
     rows = 256 if setup.device == "cuda" else 16

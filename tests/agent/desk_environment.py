@@ -6,7 +6,7 @@ import json
 import re
 
 from verl.environments.environment import BaseTextEnv
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 
 ARGUMENTS = [
     "Error: close_ticket() missing 1 required positional argument: 'reason'",

@@ -7,7 +7,7 @@ import threading
 import time
 
 from verl.environments.environment import BaseTextEnv
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 
 closed: list[str] = []  # names of episodes that were closed, in this process
 

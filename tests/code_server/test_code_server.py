@@ -14,7 +14,7 @@ from verl.code_server import client as client_module
 from verl.code_server import walls
 from verl.code_server.client import MALFORMED_REPLY_ERRORS, CodeClient, own_server, read_results
 from verl.code_server.plain import modules_if_plain
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

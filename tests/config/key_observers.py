@@ -39,7 +39,8 @@ from verl.checkpoints.run_state import RunStopped
 from verl.config import Config
 from verl.environments.environment import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments
-from verl.planning.memory_plan import Hardware, Plan, report
+from verl.planning.hardware import Hardware
+from verl.planning.memory_plan import Plan, report
 from verl.planning.passes import Passes
 from verl.planning.placement import decide_machine_settings, needs_ray, processes_on_nodes, roles_of
 from verl.preflight.machine_checks import find_wrong_corpora

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from verl.environments import aime, make
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 from verl.verifiers.workers import KillableWorkers
 
 

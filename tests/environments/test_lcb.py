@@ -7,7 +7,7 @@ import pytest
 
 from verl.environments import lcb, make
 from verl.environments.lcb import PRELUDE, function_test, with_prelude
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 
 STDIN = [{"testtype": "stdin", "input": f"{n}\n", "output": f"{n * n}\n"} for n in (3, -2, 10)]
 FUNCTIONAL = [

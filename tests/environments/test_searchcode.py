@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verl.environments import make
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 
 
 def start(url="http://127.0.0.1:9/retrieve", max_turns=4, **config):

@@ -9,7 +9,7 @@ import pytest
 
 from verl.environments import make
 from verl.environments.text2sql import is_ordered, read_solution
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
 # One operation that takes an hour, in which SQLite does not look whether it should stop.

@@ -19,8 +19,9 @@ from preflight_cases import (
     target_of,
 )
 
+from verl.planning.hardware import memory_of_machine
 from verl.preflight import machine_checks
-from verl.preflight.target import Cluster, RayNode, memory_of_machine
+from verl.preflight.target import Cluster, RayNode
 
 needs_namespaces = pytest.mark.skipif(can_unshare() is not None, reason=str(can_unshare()))
 

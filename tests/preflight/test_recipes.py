@@ -7,7 +7,8 @@ from known_models import write_config
 from verl.config import SFTConfig, get_value, load, load_config
 from verl.config.__main__ import ROOT
 from verl.config.checks import check_sft_config
-from verl.planning.memory_plan import GIB, Hardware, Plan
+from verl.planning.hardware import GIB, Hardware
+from verl.planning.memory_plan import Plan
 from verl.trainer.config import settings_without_effect, validate
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -12,10 +12,10 @@ from verl.agent.codec import Codec, to_tensors
 from verl.agent.loop import LoopEvent, TrajectoryLoop
 from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.data.rl_dataset import cut_prompt
-from verl.environments.environment import row_max_turns
 from verl.environments.executors import Environments
 from verl.protocol import DataProto
 from verl.sessions.engine_contract import RolloutEngine, SamplingParams
+from verl.utils.rows import row_max_turns
 
 
 class EnvironmentAgent:

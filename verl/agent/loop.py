@@ -37,8 +37,8 @@ from verl.environments.environment import (
 from verl.environments.executors import CLOSE_SECONDS, Episode, StepResult
 from verl.environments.registry import SEARCH
 from verl.sessions.engine_contract import Completion, Partial, SamplingParams
+from verl.utils.errors import CouldNotVerify
 from verl.utils.importing import describe
-from verl.verifiers.verifier import CouldNotVerify
 
 if TYPE_CHECKING:
     from verl.agent.agent import EnvironmentAgent

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from verl.verifiers.verifier import CouldNotVerify
+from verl.utils.errors import CouldNotVerify
 
 URL_VARIABLE = "CODE_API_URL"
 QUEUE_SECONDS = 300.0  # the time that a program may wait for its turn, in addition to the time of its tests

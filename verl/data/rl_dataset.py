@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from verl.environments.environment import row_max_turns
 from verl.environments.registry import SEARCH
 from verl.utils.json_files import to_jsonable
+from verl.utils.rows import row_max_turns
 
 Row = dict[str, Any]
 

@@ -210,7 +210,7 @@ def _serve() -> str:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from verl.inference.requests import AgentRequest
+    from verl.environments.chat_requests import AgentRequest
     from verl.utils.http_border import STREAM_END, ApiError, answer_errors, as_json, event
 
     async def complete(request: Request) -> Response:

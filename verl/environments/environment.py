@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import numpy as np
 
+from verl.utils.rows import row_max_turns
+
 EXECUTORS = ("inline", "thread", "process")  # where an environment may run
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 
@@ -208,24 +210,6 @@ def gold_answer(extras: Mapping[str, Any] | None) -> Any:
             return spec["ground_truth"]
     names = "reward_spec.ground_truth or reward_model.ground_truth"
     raise ValueError(f"Found a row with the columns {sorted(extras)}; expected its right answer in {names}.")
-
-
-def row_max_turns(row: Mapping[str, Any]) -> int | None:
-    """Return `max_turns` of a row or of its extra_info, or None if neither has it.
-
-    Raises ValueError if the value is not a whole number.
-    """
-    for columns in (row, row.get("extra_info")):
-        value = columns.get("max_turns") if isinstance(columns, Mapping) else None
-        if value is not None and value == value:  # not the NaN of an empty cell
-            try:
-                number = int(value)
-            except (TypeError, ValueError):
-                number = -1
-            if number < 0 or (isinstance(value, float) and number != value):
-                raise ValueError(f"Found max_turns={value!r} in a row; expected a whole number.")
-            return number
-    return None
 
 
 def check_stop(stop: Any) -> None:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.utils.rows import row_max_turns
 
 FORM_REWARD = 0.2  # the most that all turns together earn for numbers that are not right
 

@@ -24,10 +24,10 @@ from verl.environments.environment import (
     BaseTextEnvStepOutput,
     ToolGroup,
     gold_answer,
-    row_max_turns,
     tool,
 )
 from verl.environments.gsm8k import extract_number
+from verl.utils.rows import row_max_turns
 
 DEFAULTS = {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30.0, "seconds": 10.0}
 MAX_CHARACTERS = 9_000  # the most of a program's output that the policy is shown

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
-from verl.verifiers.verifier import CouldNotVerify
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.utils.errors import CouldNotVerify
+from verl.utils.rows import row_max_turns
 from verl.verifiers.workers import CheckFailed, shared_workers
 
 FOLDERS = {

@@ -1,6 +1,6 @@
 """Measure a model: `python -m verl.evaluation` (docs/evaluation.md).
 
-    python -m verl.evaluation --model RUN --steps 100,200 --benchmarks data/quickstart/test.parquet --rollouts 8
+    python -m verl.evaluation --model RUN --steps 100,200 --benchmarks data/quickstart/test.parquet
     python -m verl.evaluation --base_url http://127.0.0.1:8001/v1 --model NAME --benchmarks questions.jsonl
 
     rows of a file -> the agent, environments and verifiers of training -> OUT/MODEL/BENCHMARK/results.jsonl

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from verl.environments.chat_requests import ChatMessage, StopString, Text
 from verl.inference.chat import ChatCodec
 from verl.sessions.engine_contract import SamplingParams
 
@@ -19,10 +20,8 @@ _REFUSED = {  # parameters that this engine does not support
     "chat_template_kwargs",
 }
 _USUAL = {"best_of": 1, "repetition_penalty": 1, "modalities": ["text"], "response_format": {"type": "text"}}
-Text = Annotated[str, Field(max_length=1 << 26)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(BaseModel):
@@ -69,30 +68,6 @@ class Sampling(BaseModel):
         eos = codec.codec.eos_token_ids
         seed &= 2**63 - 1
         return SamplingParams(**given, seed=seed, drawn_before=drawn_before, stop=stop, eos_token_ids=eos)
-
-
-class ContentPart(BaseModel):
-    type: Literal["text", "input_text", "output_text"]
-    text: Text
-
-
-class CalledFunction(BaseModel):
-    name: Text
-    arguments: Text
-
-
-class ToolCall(BaseModel):
-    id: Text | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: Text | None = None
-    name: Text | None = None
 
 
 class ToolFunction(BaseModel):
@@ -142,16 +117,6 @@ class ChatRequest(Sampling):
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
-
-
-class AgentRequest(BaseModel, extra="allow"):
-    """The body of requests to the endpoint of an agent's episode.
-
-    The run decides how the policy samples.
-    """
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    stop: StopString | list[StopString] | None = None
 
 
 class CompletionRequest(Sampling):

@@ -18,11 +18,10 @@ import torch
 
 from verl.config import Config, get_value
 from verl.planning.cpu_memory import fullest_moment, mapped, while_loading
+from verl.planning.hardware import GIB, Hardware
 from verl.planning.model_memory import Layout, ModelSize, forward_pass, held_memory, size_of, update_pass
-from verl.planning.passes import Passes
+from verl.planning.passes import Passes, num_mini_batches
 from verl.planning.placement import processes_on_nodes, roles_of, samples_apart
-from verl.preflight.target import GIB, Hardware
-from verl.trainer.ppo.batching import num_mini_batches
 from verl.workers.engine.cuda_layers import can_compile, is_large_enough_to_compile
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.update_loop import MicroBatchLimits

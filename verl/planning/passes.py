@@ -22,6 +22,8 @@ from verl.algos.advantages import estimator_inputs
 from verl.algos.policy_losses import policy_loss_inputs
 from verl.algos.rollout_correction import check_correction, needs_correction
 from verl.config import Config
+from verl.config.policy import Actor
+from verl.config.schema import Critic
 from verl.data.row_environments import environments_of, searches
 from verl.environments.registry import SEARCH
 
@@ -121,3 +123,20 @@ class Passes:
                 "the policy learns from then on"
             )
         return "\n".join(lines)
+
+
+def num_mini_batches(config: Config, num_rows: int, block: Actor | Critic) -> int:
+    """Return the number of mini-batches into which the actor or the critic (`block`) divides a batch.
+
+    `num_rows` counts the rows of all processes.
+    There are as many mini-batches as are needed if each has at most the configured size. A batch that holds
+    more rows than planned (groups of the step before have joined it) has larger ones: a few rows too many
+    must not get an optimizer step of their own.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    planned = config.data.train_batch_size * rollout.n_agent * rollout.n
+    size = block.ppo_mini_batch_size * rollout.n
+    if num_rows > planned:
+        planned_count = -(-planned // size)
+        size = -(-num_rows // planned_count)
+    return -(-num_rows // size)

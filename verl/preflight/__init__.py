@@ -4,7 +4,6 @@ It also tells whether the run fits into memory.
 
     target.py               what the checks look at, and Finding: one trouble in one line
     machine_checks.py, run_checks.py, cluster.py    the checks: functions from the Target to findings
-    memory.py -> plan.py    who goes where, and the memory of each device
     preflight.py            runs the checks, for the command and at the start of each run
 
 Everything asks the objects that the run itself uses: the configuration, Passes, roles_of, and the model's

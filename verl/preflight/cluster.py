@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from verl.config import Config
+from verl.planning.hardware import read_text
 from verl.planning.placement import num_processes
 from verl.preflight.machine_checks import MACHINE_CHECKS
-from verl.preflight.target import Cluster, Finding, RayNode, Target, error, ray_folder, read_text, warning
+from verl.preflight.target import Cluster, Finding, RayNode, Target, error, ray_folder, warning
 
 TASK_SECONDS = 90.0
 _JOIN = "bash scripts/ray_node.sh"

@@ -24,16 +24,15 @@ from verl.code_server.client import URL_VARIABLE
 from verl.code_server.walls import Limits, NoWalls, choose_walls
 from verl.config import Config
 from verl.config.mixture import sources_of
+from verl.planning.hardware import memory_of_machine, read_text
 from verl.planning.placement import samples_apart
 from verl.preflight.target import (
     Finding,
     Target,
     error,
     existing_parent,
-    memory_of_machine,
     port_holder,
     ray_folder,
-    read_text,
     warning,
     write_problem,
 )

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verl.config import Config, SFTConfig
-from verl.planning.memory_plan import Hardware, Plan, report, verdict
+from verl.planning.hardware import Hardware
+from verl.planning.memory_plan import Plan, report, verdict
 from verl.planning.placement import needs_ray
 from verl.preflight.cluster import RAY_CHECKS, check_machine, check_nodes, look_at_ray
 from verl.preflight.machine_checks import MACHINE_CHECKS

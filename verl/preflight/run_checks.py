@@ -22,19 +22,18 @@ from verl.config.checks import FORMAT_SCORES, check_sft_config
 from verl.config.keys import as_list
 from verl.data.row_environments import check_environments, searches
 from verl.planning.config_validation import settings_without_effect, validate
-from verl.planning.memory_plan import Hardware, Plan, engines_of, rows_of_step, verdict
+from verl.planning.hardware import Hardware, memory_of_machine
+from verl.planning.memory_plan import Plan, engines_of, rows_of_step, verdict
 from verl.planning.model_memory import Layout
-from verl.planning.passes import Passes
+from verl.planning.passes import Passes, num_mini_batches
 from verl.preflight.target import (
     Finding,
     Target,
     error,
     existing_parent,
     local_folder,
-    memory_of_machine,
     warning,
 )
-from verl.trainer.ppo.batching import num_mini_batches
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches

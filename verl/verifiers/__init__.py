@@ -3,6 +3,7 @@
 from verl.verifiers import Sample, Verdict, Verifier, CouldNotVerify
 """
 
-from verl.verifiers.verifier import CouldNotVerify, Sample, Verdict, Verifier
+from verl.utils.errors import CouldNotVerify
+from verl.verifiers.verifier import Sample, Verdict, Verifier
 
 __all__ = ["CouldNotVerify", "Sample", "Verdict", "Verifier"]

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl.code_server.client import CodeClient
-from verl.verifiers.verifier import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
+from verl.utils.errors import CouldNotVerify
+from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierSettings
 
 _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
 

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from verl.config.environments import VerifiersConfig
-from verl.environments.environment import row_max_turns
+from verl.utils.errors import CouldNotVerify
 from verl.utils.importing import describe, import_named
-from verl.verifiers.verifier import CouldNotVerify, Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
+from verl.utils.rows import row_max_turns
+from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
 UNVERIFIED = "unverified"  # the finish reason of a trajectory without a verdict
 _NAMES = {

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from verl.utils.errors import CouldNotVerify
+
 if TYPE_CHECKING:
     from verl.config.environments import VerifiersConfig
-
-
-class CouldNotVerify(Exception):
-    """The error that an environment or a verifier has no verdict, for a reason that is not the policy's."""
 
 
 class VerifierLimit(Exception):

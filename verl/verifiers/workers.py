@@ -30,8 +30,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
 
+from verl.utils.errors import CouldNotVerify
 from verl.utils.importing import place_of
-from verl.verifiers.verifier import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
+from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierSettings
 
 _MEMORY_BYTES = 4 << 30  # the limit of a checking process's address space
 _MOST_PROCESSES = min(os.cpu_count() or 1, 16)

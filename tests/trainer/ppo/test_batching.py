@@ -11,9 +11,9 @@ from quick_config import config_with
 from selection_batches import batch_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl.planning.passes import Passes
+from verl.planning.passes import Passes, num_mini_batches
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import arrange_for_workers, attention_length, balanced_parts, num_mini_batches
+from verl.trainer.ppo.batching import arrange_for_workers, attention_length, balanced_parts
 from verl.trainer.ppo.collection import prompt_batch, sampling_seeds
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.engine.update_loop import mini_batches, shuffled

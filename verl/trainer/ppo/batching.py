@@ -14,9 +14,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from verl.config import Config
-from verl.config.policy import Actor
-from verl.config.schema import Critic
 from verl.packing.packs import prefix_order
 from verl.protocol import DataProto
 from verl.workers.engine.update_loop import mini_batches
@@ -119,20 +116,3 @@ def balanced_parts(
     plans = [filled([[row] for row in range(len(sequences))]), filled(alike)]
     plan = min(plans, key=lambda parts: max(map(cost_of, parts)))
     return [sorted(part) for part in plan]
-
-
-def num_mini_batches(config: Config, num_rows: int, block: Actor | Critic) -> int:
-    """Return the number of mini-batches into which the actor or the critic (`block`) divides a batch.
-
-    `num_rows` counts the rows of all processes.
-    There are as many mini-batches as are needed if each has at most the configured size. A batch that holds
-    more rows than planned (groups of the step before have joined it) has larger ones: a few rows too many
-    must not get an optimizer step of their own.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    planned = config.data.train_batch_size * rollout.n_agent * rollout.n
-    size = block.ppo_mini_batch_size * rollout.n
-    if num_rows > planned:
-        planned_count = -(-planned // size)
-        size = -(-num_rows // planned_count)
-    return -(-num_rows // size)

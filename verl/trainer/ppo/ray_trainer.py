@@ -26,7 +26,7 @@ from verl.config.schema import Critic
 from verl.data.mixture import Mixture, prompt_sampler
 from verl.data.rl_dataset import RLHFDataset
 from verl.planning.memory_plan import taken_beside_rollouts
-from verl.planning.passes import Passes
+from verl.planning.passes import Passes, num_mini_batches
 from verl.planning.placement import ResourcePoolManager, Role
 from verl.protocol import DataProto
 from verl.records import RunRecorder
@@ -34,7 +34,7 @@ from verl.records.trajectories import TokenTexts, trajectory_records
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.trainer.ppo import metric_utils
-from verl.trainer.ppo.batching import arrange_for_workers, attention_length, num_mini_batches
+from verl.trainer.ppo.batching import arrange_for_workers, attention_length
 from verl.trainer.ppo.collection import (
     TrajectoryCollector,
     with_greedy_baselines,

@@ -311,8 +311,8 @@ class DataParallelPPOActor:
         are read there too. They may be missing if there is only one optimizer step, or if the policy loss
         does without them. In the latter case, with several steps, there are no metrics of the ratio.
 
-        With `turn_ids` [N, R] in the batch each turn is a row of the loss (`verl/packing/turn_rows.py`). Losses
-        and aggregations that know sequences then see it as a sequence. Mini-batches stay sets of
+        With `turn_ids` [N, R] in the batch each turn is a row of the loss (`verl/packing/turn_rows.py`).
+        Losses and aggregations that know sequences then see it as a sequence. Mini-batches stay sets of
         trajectories.
 
         Returns:

@@ -1,10 +1,10 @@
-"""The `Engine` (training_engine.py) over FSDP2: a module with its optimizer, schedule, checkpoints and weight stream.
+"""The `Engine` (training_engine.py) over FSDP2: a module, its optimizer, schedule, checkpoints, weight stream.
 
 With one process the module stays plain. With several processes FSDP2 (`fully_shard`) shards it: each decoder
 layer is a unit, and the rest is the root. `ProcessLayout` says which processes shard it. Losses are sums
 divided by the whole world's counts, so gradients are summed over processes, not averaged. With sequence
-parallelism a process computes its share of each micro-batch's tokens (`verl/packing/ulysses.py`), and gradients
-are summed all the same.
+parallelism a process computes its share of each micro-batch's tokens (`verl/packing/ulysses.py`), and
+gradients are summed all the same.
 
 The processes of an FSDP2 run hold shards of the weights and shares of the tokens:
 

@@ -108,9 +108,9 @@ def pack_micro_batches(
     Loss tokens are those of `response_mask` and, if the batch has one, of `extra_loss_mask` ([N, R] bool, see
     `pack_rows`).
 
-    Rows that are turns (`verl/packing/turn_rows.py`) stay with the other turns of their trajectory, and limits
-    count trajectories. The row of the last turn has the other rows as its beginnings, so it costs as much as
-    all of them together. A padded pass shares nothing, so there each turn is a row like any other.
+    Rows that are turns (`verl/packing/turn_rows.py`) stay with the other turns of their trajectory, and
+    limits count trajectories. The row of the last turn has the other rows as its beginnings, so it costs as
+    much as all of them together. A padded pass shares nothing, so there each turn is a row like any other.
 
     Returns:
         (count, micro-batches). The count is the same on every rank, because each pass is a collective
@@ -278,8 +278,8 @@ class UpdateLoop:
             data: this rank's rows. Their meta_info `num_mini_batches` is the number of mini-batches, which is
                 the same on every rank. Without it, the configured mini-batch size determines the number from
                 this rank's rows. The column `uid` names the rows in the log.
-            batch: the rows' tensors, or the tensors of their turns' rows (`verl/packing/turn_rows.py`). In both
-                cases mini-batches are sets of rows of `data`.
+            batch: the rows' tensors, or the tensors of their turns' rows (`verl/packing/turn_rows.py`). In
+                both cases mini-batches are sets of rows of `data`.
             objective_of: maps a mini-batch to its objective.
         """
         engine = self.engine

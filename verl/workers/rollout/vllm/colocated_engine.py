@@ -6,8 +6,9 @@
 
 This engine is exact where vLLM by itself is not:
 
-- A stop string ends a turn at the token that completes it. It is matched on the bytes of tokens (`verl/sessions/stop.py`),
-  while vLLM looks at detokenised text, which leaves special tokens out and waits for whole characters.
+- A stop string ends a turn at the token that completes it. It is matched on the bytes of tokens
+  (`verl/sessions/stop.py`), while vLLM looks at detokenised text, which leaves special tokens out and waits
+  for whole characters.
 - Random numbers belong to (seed, position) (`sampler.py`).
 - After new weights no KV state of older ones is used, and nothing derived from them is left
   (`weight_transfer.py`).
