@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.files import make_row, tidy_question, write_parquet
-from data_prep.prompts import fill_prompt
+from data_prep.prompts import SEARCH_PROMPT, fill_prompt, read_template
 from search_r1.search.corpus import Corpus
 from verl.environments import BaseTextEnv, BaseTextEnvStepOutput
 from verl.utils.json_files import write_lines
@@ -122,3 +122,23 @@ def write_questions(lines: Iterable[Mapping[str, Any]], model: str, template: st
         raise ValueError(f"{folder}: found no question in {len(rejected)} texts; rejected.jsonl says why.")
     write_parquet(path, rows)
     return path
+
+
+class CorpusQuestions:
+    """Questions on a corpus whose prompts have one template.
+
+    Raises ValueError if the file of the template can't be used.
+    """
+
+    def __init__(self, template: Path | None) -> None:
+        """Read the template of the prompts, with {question} in it; None stands for Search-R1's."""
+        self.template = SEARCH_PROMPT if template is None else read_template(template)
+
+    def write_passages(self, corpus_path: Path, count: int, seed: int, folder: Path) -> Path:
+        return write_passages(corpus_path, count, seed, folder)
+
+    def questions_file(self, folder: Path) -> Path:
+        return questions_file(folder)
+
+    def write_questions(self, lines: Iterable[Mapping[str, Any]], model: str, folder: Path) -> Path:
+        return write_questions(lines, model, self.template, folder)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from search_r1.search.client import FoundDocument, SearchClient
-from verl.evaluation.similarity import plain_title
+from verl.utils.reward_score.qa_em import plain_title
 
 Documents = list[FoundDocument]
 # The search for the other question asks for this many times topk documents, because both searches may find

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.environments.environment import EXECUTORS, check_stop, make_environment
+from verl.plugins import load_plugins
 from verl.utils.importing import import_named
 
-SEARCH = "search"  # the default, which `search_r1` registers
+SEARCH = "search"  # the default, which a plugin registers (verl/plugins.py)
 EntryPoint = str | Callable[..., Any]  # "package.module:Class", or a callable that makes an instance
 
 # The entry point of each name, and the arguments that it always gets.
@@ -52,6 +53,8 @@ def deregister(id: str) -> None:
 def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return the class (or callable) of an environment, and the arguments that it always gets.
 
+    The plugins are loaded for a name that nobody has registered yet.
+
     Args:
         env_class: A registered name, or package.module:Class.
 
@@ -59,6 +62,8 @@ def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         ValueError: If there is no such name (the message suggests the nearest one), if its module or class
             can't be loaded, or if its `runs` or `stop` has a wrong value.
     """
+    if env_class not in registry:
+        load_plugins()
     entry_point, kwargs = registry.get(env_class, (env_class, {}))
     cls: Any = entry_point
     if isinstance(entry_point, str):

@@ -23,14 +23,12 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import search_r1.llm_agent  # noqa: F401  (registers its environment)
-from data_prep.benchmarks import benchmark_file
-from data_prep.hub import fetch_model
 from verl.config import Config
 from verl.config.keys import flatten
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
 from verl.monitor.runs import state_of
+from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
 from verl.utils.model_folders import find_model, run_folder
 
@@ -130,7 +128,9 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         parser.error(f"--steps: found {options.steps}, expected all, or numbers as 100,200")
     try:
         options.benchmarks = [
-            Path(name).expanduser() if "." in name or "/" in name else benchmark_file(name, BENCHMARKS)
+            Path(name).expanduser()
+            if "." in name or "/" in name
+            else hook("benchmark_file")(name, BENCHMARKS)
             for name in names
         ]
     except ValueError as error:
@@ -152,7 +152,7 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
     run = Path(options.model).expanduser()
     if not options.steps and not options.watch:
         folder = Path(find_model(options.model))
-        yield folder if folder.is_dir() else fetch_model(options.model)
+        yield folder if folder.is_dir() else hook("fetch_model")(options.model)
         return
     if not run.is_dir():
         raise ValueError(f"--model: found no folder {run}; expected a run's, for --steps and --watch")
@@ -215,8 +215,6 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
     """
     import torch
 
-    from search_r1.llm_agent.generation import build_agent
-    from search_r1.search.client import API_KEY_VARIABLE
     from verl.evaluation.api_engine import ApiEngine, MessageTokenizer
     from verl.sessions.engine_contract import RolloutEngine
     from verl.utils import hf_tokenizer
@@ -253,8 +251,8 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
         )
     with ExitStack() as stack:
         stack.callback(engine.shutdown)
-        key = os.environ.get(API_KEY_VARIABLE, "")
-        yield stack.enter_context(closing(build_agent(config, tokenizer, engine, api_key=key)))
+        build_agent = hook("agent_factory")(config)
+        yield stack.enter_context(closing(build_agent(tokenizer, engine)))
 
 
 def check_search(config: Config, may_search: bool) -> None:
@@ -264,21 +262,8 @@ def check_search(config: Config, may_search: bool) -> None:
         config: the settings.
         may_search: whether there are questions that may search.
     """
-    from search_r1.search.client import API_KEY_VARIABLE, SearchClient, SearchError
-
-    if not config.do_search or not may_search:
-        return
-    retriever = config.retriever
-    key = os.environ.get(API_KEY_VARIABLE, "")
-    connection = (retriever.url, retriever.topk, 5.0)
-    with SearchClient(*connection, api_key=key, use_proxy=retriever.use_proxy) as client:
-        try:
-            client.batch_search(["is anybody there"])
-        except SearchError as error:
-            raise ValueError(
-                f"the search server does not answer: {error}. Start one with `bash retrieval_launch.sh`, or "
-                "say where it is: retriever.url=http://host:port/retrieve"
-            ) from None
+    if config.do_search and may_search:
+        hook("check_search")(config)
 
 
 def evaluate(
@@ -319,9 +304,7 @@ def evaluate(
     )
     encode = None
     if options.encoder is not None:
-        from search_r1.search.dense.encoder import Encoder
-
-        encode = Encoder(Path(options.encoder).name, options.encoder).encode_passages
+        encode = hook("text_encoder")(options.encoder)
     name = relative_results_path(folder, options.model)
     with announce(f"loading {name}", sys.stderr), ExitStack() as stack:
         agent = stack.enter_context(agent_of(folder, config, options))

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.utils.reward_score.qa_em import documents_hold_answer
+from verl.utils.reward_score.qa_em import documents_hold_answer, plain_title
 
 ROUGE_BETA = 1.2
 BLEU_ORDER = 4
@@ -133,8 +133,3 @@ def retrieval_effect(
             figures["answer_from_search"] = 1.0
             figures["answer_search"] = float(number)
     return figures
-
-
-def plain_title(text: str) -> str:
-    """Return a title as titles are compared: in small letters, without quotes around it."""
-    return text.strip().strip('"').strip().lower()

@@ -16,9 +16,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-import search_r1.llm_agent  # noqa: F401  (registers its environment)
-from search_r1.search.probe import RetrievalProbe
 from verl.config import PROGRAMS, Loaded, load
+from verl.plugins import hook
 from verl.preflight.preflight import CHECKS, choose, run_preflight
 from verl.preflight.target import Target
 
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load(arguments.overrides, program) if has_run else Loaded(None, {}, [])
         target = Target(
             loaded.config,
-            RetrievalProbe(),
+            hook("retrieval_probe")(),
             arguments.index_path,
             is_thorough=not arguments.quick,
             notes=tuple(loaded.notes),

@@ -119,7 +119,7 @@ class Target:
 
     Attributes:
         config: The configuration of the run. None without a run.
-        probe: Asks retrieval servers (`search_r1.search.probe`). None to ask none.
+        probe: Asks retrieval servers (the hook `retrieval_probe`). None to ask none.
         index_path: An index that the retrieval server is to load on this machine.
         is_thorough: Whether to make also the checks that take seconds: of GPUs by their driver, and of the
             other nodes.

@@ -27,6 +27,7 @@ from verl.evaluation.program import (
     run_command,
     settings_of,
 )
+from verl.plugins import hook
 
 if TYPE_CHECKING:
     from verl.evaluation.rollouts import Benchmark
@@ -81,23 +82,21 @@ def ask_for_questions(options: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    from data_prep.corpus_questions import questions_file, write_passages, write_questions
-    from data_prep.prompts import SEARCH_PROMPT, read_template
 
     def use(benchmark: Benchmark, tokenizer: Any, model: str) -> None:
-        options.benchmarks = [write_questions(benchmark.lines(), model, template, benchmark.folder)]
+        options.benchmarks = [corpus_questions.write_questions(benchmark.lines(), model, benchmark.folder)]
 
     try:
-        template = SEARCH_PROMPT if options.template is None else read_template(options.template)
+        corpus_questions = hook("corpus_questions")(options.template)
         folder = None if options.base_url else next(folders_of(options))
         check_search(settings_of(folder, options), True)  # before anything is paid for
-        passages = write_passages(options.corpus, options.n, options.seed, options.out)
+        passages = corpus_questions.write_passages(options.corpus, options.n, options.seed, options.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.n = None
     results_folder = options.out / relative_results_path(folder, options.model)
-    questions = questions_file(results_folder / passages.stem)
+    questions = corpus_questions.questions_file(results_folder / passages.stem)
     if options.resume and (results_folder / questions.stem / "results.jsonl").is_file():
         print(f"going on with {questions}", flush=True)
         options.benchmarks = [questions]

@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from verl.config import Config, Loaded
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
+from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ def worker_classes(config: Config) -> tuple[type[Worker], type[Worker]]:
 
 def _worker(role: Role, config: Config) -> ClassWithInitArgs:
     """Return the class of a role's workers, with its arguments."""
-    from search_r1.llm_agent.generation import build_agent
-    from search_r1.search.client import API_KEY_VARIABLE
     from verl.planning.placement import Role
     from verl.single_controller.base import ClassWithInitArgs
 
@@ -53,7 +51,7 @@ def _worker(role: Role, config: Config) -> ClassWithInitArgs:
     block = config.actor_rollout_ref
     device = config.trainer.device
     seed = config.trainer.seed
-    agent_factory = functools.partial(build_agent, config, api_key=os.environ.get(API_KEY_VARIABLE, ""))
+    agent_factory = hook("agent_factory")(config)
     if role is Role.Rollout:
         from verl.workers.rollout_worker import RolloutWorker
 
@@ -81,7 +79,6 @@ def build_trainer(
         session: the session of the run's processes with trainer.backend=folder.
     """
     with gc_paused():
-        from search_r1.llm_agent.generation import env_metrics
         from verl.data.mixture import training_rows
         from verl.data.rl_dataset import RLHFDataset
         from verl.planning.passes import Passes
@@ -118,7 +115,7 @@ def build_trainer(
         resource_pool_manager=build_pools(config, roles, session),
         reward_fn=RewardManager(tokenizer, 0, user_score or train_score, verifiers),
         val_reward_fn=val_reward_fn,
-        trajectory_metrics=env_metrics,
+        trajectory_metrics=hook("trajectory_metrics"),
         train_dataset=train_dataset,
         val_dataset=val_dataset,
         extra_val_dataset=RLHFDataset(extra, tokenizer, data, None) if extra else None,
@@ -167,7 +164,6 @@ def run(
 def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunction] | None) -> int:
     """Train with arguments that have passed the first checks; return the exit status."""
     with announce("loading the libraries"), gc_paused():
-        from search_r1.search.probe import RetrievalProbe
         from verl.data.row_environments import check_environments
         from verl.planning.placement import decide_machine_settings, process_variables, start_ray
         from verl.preflight.preflight import dry_run, passes_quick_checks
@@ -190,7 +186,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
 
             session = closing.enter_context(FolderSession(process_folder(config)))
         with announce("checking settings, machine and search server"):
-            is_sound = passes_quick_checks(config, RetrievalProbe())
+            is_sound = passes_quick_checks(config, hook("retrieval_probe")())
         if not is_sound:
             return 2
         with announce("starting Ray"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -263,3 +263,8 @@ def _load_network(
         digest.update(name.encode() + weight.detach().flatten()[:FINGERPRINT_VALUES].numpy().tobytes())
     network = network.to(device=device, dtype=dtype or _best_dtype(config, device)).eval()
     return network, digest.hexdigest()[:16]
+
+
+def text_encoder(model: str) -> Callable[[list[str]], np.ndarray]:
+    """Return a function from texts to their vectors, by the encoder of a folder or hub id."""
+    return Encoder(Path(model).name, model).encode_passages

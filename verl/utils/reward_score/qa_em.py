@@ -149,3 +149,8 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(item)
     else:
         yield str(value)
+
+
+def plain_title(text: str) -> str:
+    """Return a title as titles are compared: in small letters, without quotes around it."""
+    return text.strip().strip('"').strip().lower()

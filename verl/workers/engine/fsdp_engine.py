@@ -1,4 +1,4 @@
-"""The `Engine` (training_engine.py) over FSDP2: a module, its optimizer, schedule, checkpoints, weight stream.
+"""The `Engine` (training_engine.py) over FSDP2: a module, its optimizer, schedule, checkpoints, weights.
 
 With one process the module stays plain. With several processes FSDP2 (`fully_shard`) shards it: each decoder
 layer is a unit, and the rest is the root. `ProcessLayout` says which processes shard it. Losses are sums
