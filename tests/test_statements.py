@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_structure import ROOT, python_files
+from scripts.draw_rooms import ROOT, python_files
 
 
 def compressed_statements(source: str) -> Iterator[tuple[int, str]]:
