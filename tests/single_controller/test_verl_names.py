@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from verl import DataProto
+from verl.data.rl_dataset import RLHFDataset as DatasetOfRuns
 from verl.planning.placement import ResourcePoolManager, Role
 from verl.protocol import (
     DataProtoConfig,
@@ -35,6 +36,7 @@ from verl.single_controller.base.decorator import (
 from verl.single_controller.base.worker_group import create_colocated_worker_cls
 from verl.single_controller.local import LocalWorkerGroup
 from verl.utils import hf_tokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.metric import reduce_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -208,3 +210,7 @@ def test_a_subclass_makes_batches_of_its_own_kind():
         pass
 
     assert type(Custom.from_single_dict({"x": torch.tensor([0])})) is Custom
+
+
+def test_the_data_set_of_runs_has_verls_name():
+    assert RLHFDataset is DatasetOfRuns

@@ -5,7 +5,7 @@ where the policy sampled the token and 0 on observations and padding. Whatever s
 no influence on any result here, and advantages and returns are 0 there.
 
     token_level_scores [N, R] --apply_kl_penalty--> token_level_rewards [N, R]
-    AdvantageInputs --compute_advantage--> advantages, returns [N, R]
+    AdvantageInputs --estimate_advantages--> advantages, returns [N, R]
     LossInputs --policy_loss--> scalar;  vpreds, returns --compute_value_loss--> scalar
 
 You add estimators and losses with `register_adv_est` and `register_policy_loss`. The code is in `verl.algos`;
