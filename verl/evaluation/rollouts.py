@@ -1,7 +1,7 @@
 """Asking a benchmark: rollouts through the agent loop of training, scored and written as they end.
 
     results.jsonl   a line for each rollout, which is not asked again unless nobody could verify it
-    summary.json    the figures of all lines (`figures.py`)
+    summary.json    the figures of all lines (`verl/records/figures.py`)
     page.html       the rollouts, for the eye
 
 A rollout's seed depends on the run's seed, its example and its number alone, so a run that was killed ends

@@ -1,6 +1,6 @@
 """The preflight, which finds what would spoil a run before anything is spent.
 
-It also tells whether the run fits into memory.
+It also tells whether the run fits into memory (`verl/planning`).
 
     target.py               what the checks look at, and Finding: one trouble in one line
     machine_checks.py, run_checks.py, cluster.py    the checks: functions from the Target to findings

@@ -7,7 +7,8 @@
     trajectories/*.jsonl   some trajectories of each step, in full
     trajectories.html      the same, as one page to read
 
-`RunRecorder` and `LossRecorder` are what the trainers call.
+`RunRecorder` and `LossRecorder` are what the trainers call. `figures.py` has the figures of many rollouts,
+and `tags.py` names why rollouts failed.
 """
 
 from verl.records.recorder import LossRecorder, Recorder, RunRecorder

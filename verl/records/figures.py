@@ -59,7 +59,8 @@ def summarize(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, An
     - `avg@k`, `em`, `f1`, and `pass@j` for all j <= k: each is [mean, low, high] over examples. An example is
       in pass@j if j of its rollouts were verified. A rollout is solved if its reward is `solved_at` or more.
     - `searches`, `completion_len`: means over verified rollouts.
-    - The figures of `similarity.py`: each is [mean, low, high] over examples, of verified rollouts.
+    - The figures of `verl/evaluation/similarity.py`: each is [mean, low, high] over examples, of verified
+      rollouts.
     """
     figures = _figures(lines, solved_at)
     tasks = sorted({str(line["task"]) for line in lines})
