@@ -1,11 +1,43 @@
-"""A run whose processes need no Ray: `python -m verl.rl @ run.yaml [key=value ...]`.
+"""A whole run of named processes on Ray: `python -m verl.rl @ run.yaml [key=value ...]`.
 
-See docs/async.md.
+The orchestrator, the trainers and the samplers are actors, on the cluster at RAY_ADDRESS or on one of this
+machine that the command starts. See docs/async.md.
 """
 
-import sys
+from __future__ import annotations
 
-from verl.trainer.main_ppo import run
+import sys
+from collections.abc import Sequence
+
+from verl.config.checks import check_config
+from verl.config.command_line import read_arguments
+
+ROLES = ("--trainer", "--orchestrator", "--inference")  # of PRIME-RL, whose roles have a file each
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the program; return the exit status."""
+    argv = [*arguments, "trainer.backend=ray"]
+    try:
+        for flag in ROLES:
+            if flag in argv:
+                raise ValueError(
+                    f"Found {flag}; expected one configuration for all roles: python -m verl.rl @ run.yaml "
+                    "[@ more.yaml] [key=value ...]"
+                )
+        config = read_arguments(argv).config
+        check_config(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if config.trainer.dry_run:  # a plan, for which nothing is started
+        from verl.trainer import main_ppo
+
+        return main_ppo.run(argv)
+    from verl.trainer.orchestrator import OrchestratedRun
+
+    return OrchestratedRun(argv, config).run()
+
 
 if __name__ == "__main__":
-    sys.exit(run([*sys.argv[1:], "trainer.backend=folder"]))
+    sys.exit(run(sys.argv[1:]))

@@ -33,6 +33,7 @@ from typing import Any, TextIO, TypeVar
 from verl.checkpoints.remote_store import RemoteFailed, RemoteStore, Uploads
 from verl.config.schema import RunSettings, Trainer
 from verl.single_controller.base import WorkerGroup
+from verl.trainer.command import NEWEST_STEP_FILE
 from verl.utils.announcing import announce
 from verl.utils.durable import sync, sync_tree
 from verl.workers.engine.snapshot import CheckpointFailed
@@ -353,7 +354,7 @@ class CheckpointStore:
 
     def _track_latest(self) -> None:
         """Write the newest step where verl and its tools look for it; no run here ever reads it."""
-        tracker = self.run_dir / "latest_checkpointed_iteration.txt"
+        tracker = self.run_dir / NEWEST_STEP_FILE
         steps = self.steps()
         if steps:
             new_tracker = tracker.with_suffix(".new")

@@ -125,11 +125,7 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
         raise config_error(config, "trainer.resume_from_path", expected)
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         keys = "trainer.backend trainer.nnodes trainer.n_gpus_per_node"
-        raise config_error(config, keys, "; expected trainer.backend=ray or folder, or one process.")
-    if trainer.backend == "folder" and isinstance(config, SFTConfig):
-        raise config_error(
-            config, "trainer.backend", ", which supervised training lacks; expected auto, local or ray."
-        )
+        raise config_error(config, keys, "; expected trainer.backend=ray, or one process.")
 
 
 def _check_files(key: str, files: str | list[str] | None) -> None:
@@ -219,12 +215,7 @@ def _check_async(config: Config) -> None:
             raise config_error(config, transfer, expected)
     if is_native_apart and trainer.backend == "local":
         keys = f"trainer.backend {ROLLOUT}.placement"
-        raise config_error(config, keys, ": processes apart need backend=ray or folder.")
-    if is_native_apart and trainer.backend == "folder" and rollout.weight_transfer == "ray":
-        keys = f"trainer.backend {ROLLOUT}.weight_transfer"
-        raise config_error(config, keys, ": there is no Ray; expected weight_transfer=filesystem or delta.")
-    if trainer.backend == "folder" and rollout.name == "vllm":
-        raise config_error(config, f"trainer.backend {key}", ", which was never tried; expected name=native.")
+        raise config_error(config, keys, ": processes apart need backend=ray.")
     for path, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
         if is_native_apart and rollout[path.rpartition(".")[2]] != value:
             expected = f", where a step waits for no group; {block}.group_deadline bounds them instead."

@@ -61,6 +61,7 @@ class Key:
         nullable: whether null is a value too.
         meaning: what the key does, with the unit.
         choices: the possible values (empty: any).
+        gone: values that earlier versions had, with what to do instead.
         importable: whether a function of the user's own, as package.module:function, is possible besides the
             choices.
         bounds: bounds of a number.
@@ -76,6 +77,7 @@ class Key:
     nullable: bool
     meaning: str = ""
     choices: tuple[Any, ...] = ()
+    gone: Mapping[str, str] | None = None
     importable: bool = False
     bounds: Range | None = None
     is_path: bool = False
@@ -117,11 +119,19 @@ class Key:
             high = self.bounds.high
             fits = (value > low if self.bounds.above else value >= low) and (high is None or value <= high)
         if not fits:
-            raise ValueError(f"Found {self.path}={format_value(value)}; expected {self.expected}.")
+            remedy = (self.gone or {}).get(str(value))
+            hint = "" if remedy is None else f" {remedy}"
+            raise ValueError(f"Found {self.path}={format_value(value)}; expected {self.expected}.{hint}")
 
 
 def key(
-    default: Any, meaning: str, choices: str = "", *, importable: bool = False, follows: str | None = None
+    default: Any,
+    meaning: str,
+    choices: str = "",
+    *,
+    gone: Mapping[str, str] | None = None,
+    importable: bool = False,
+    follows: str | None = None,
 ) -> Any:
     """Declare a field of a block that users may set; see `Key`.
 
@@ -130,7 +140,13 @@ def key(
     values = tuple(None if name == "null" else name for name in choices.split())
     if choices:
         meaning = f"{choices.replace(' ', ' | ')} ({meaning})"
-    metadata = {"meaning": meaning, "choices": values, "importable": importable, "follows": follows}
+    metadata: dict[str, Any] = {
+        "meaning": meaning,
+        "choices": values,
+        "importable": importable,
+        "follows": follows,
+    }
+    metadata["gone"] = gone
     return _field(default, metadata)
 
 

@@ -255,8 +255,9 @@ class RunSettings(Block):
     n_gpus_per_node: Count = key(1, "training processes per machine; it may have more GPUs, for other runs")
     backend: str = key(
         "auto",
-        "local: in this process; auto: local for one process, else ray; folder: processes of verl.rl",
-        "auto local ray folder",
+        "local: in this process; auto: local for one process, ray for several or rollouts apart",
+        "auto local ray",
+        gone={"folder": "That backend went; on Ray the same is: python -m verl.rl @ run.yaml"},
     )
     device: str = key("auto", "auto: cuda if there is one, a GPU for each process", "auto cpu cuda")
     seed: Whole = key(0, "of everything random in the run")

@@ -1,11 +1,13 @@
-"""The placement of a run: its roles, their pools, and where the processes live (here, in Ray, by a folder).
+"""The placement of a run: its roles, their pools, and where the processes live (here, or in Ray).
 
     decide_machine_settings(config)
                        `auto` becomes what is there, `fastest` what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
-                       critic, and the rollout; with rollouts apart a pool of rollout.num_processes for these
+                       critic, and the rollout; with rollouts apart a pool of rollout.num_processes for these,
+                       on any nodes
 
-The driver is the process that was started, wherever that is; it is in no pool.
+The driver is in no pool: it is the process that was started, or with `python -m verl.rl` an actor of its own
+(orchestrator.py).
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from verl.config import Config, SFTConfig, read_yaml
 from verl.config.keys import flatten, set_value
 from verl.planning.passes import Passes
 from verl.single_controller.base import ResourcePool
+from verl.single_controller.names import SAMPLER, TRAINER, RunNames
 from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import FASTEST, load_hf_config
 
 if TYPE_CHECKING:
-    from verl.single_controller.folder import FolderSession
     from verl.single_controller.ray import RaySession
 
 _DTYPE_KEY = "mixed_precision.param_dtype"
-PROGRAMS_OF_POOLS = {"global_pool": "train_worker", "rollout_pool": "inference"}  # python -m verl.NAME
+TRAINING_POOL = "global_pool"
+SAMPLING_POOL = "rollout_pool"  # its processes don't talk to each other: they may be on any nodes
+ROLES_OF_POOLS = {TRAINING_POOL: TRAINER, SAMPLING_POOL: SAMPLER}  # in the names of a pool's processes
 MIN_BF16_SPEEDUP = 1.3  # times as fast as fp32: with less, rounding is not worth it, and chance might decide
 
 
@@ -57,28 +61,28 @@ class ResourcePoolManager:
 
     resource_pool_spec: dict[str, list[int]]  # pool -> processes on each node, e.g. {"global_pool": [8, 8]}
     mapping: dict[Role, str]  # role -> pool. Roles of one pool share its processes.
-    backend: str = "ray"  # or "local": one in-process worker; "folder": processes of `session`
+    backend: str = "ray"  # or "local": one in-process worker
     # Whether a process of a pool takes a GPU; None: it does if this machine has one.
     use_gpu: bool | None = None
     num_cpus_per_process: float = 0.25  # of Ray's CPUs, reserved by each process
-    session: FolderSession | None = None
+    names: RunNames | None = None  # of the run's processes on Ray
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
         """Make the pools; those of Ray reserve nothing before the first worker group is built in them."""
         use_gpu = torch.cuda.is_available() if self.use_gpu is None else self.use_gpu
-        session = self.session.renew() if self.session is not None else None
         for name, process_on_nodes in self.resource_pool_spec.items():
             if self.backend == "ray":
                 from verl.single_controller.ray import RayResourcePool
 
-                pool: ResourcePool = RayResourcePool(process_on_nodes, use_gpu, self.num_cpus_per_process)
-            elif session is not None:
-                from verl.single_controller.folder import FolderResourcePool
-
-                pool = FolderResourcePool(process_on_nodes, PROGRAMS_OF_POOLS[name], session)
+                strategy = "PACK" if name == SAMPLING_POOL else "STRICT_SPREAD"
+                pool: ResourcePool = RayResourcePool(
+                    process_on_nodes, use_gpu, self.num_cpus_per_process, strategy=strategy
+                )
             else:
                 pool = ResourcePool(process_on_nodes)
+            pool.names = self.names
+            pool.role = ROLES_OF_POOLS.get(name, name)
             self.resource_pool_dict[name] = pool
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
@@ -113,9 +117,12 @@ def processes_on_nodes(config: Config | SFTConfig) -> list[int]:
     return [config.trainer.n_gpus_per_node] * config.trainer.nnodes
 
 
-def build_pools(
-    config: Config, roles: list[Role], session: FolderSession | None = None
-) -> ResourcePoolManager:
+def run_names(config: Config | SFTConfig) -> RunNames:
+    """Return the names of a run's processes on Ray."""
+    return RunNames.of(config.trainer.experiment_name, config.trainer.default_local_dir)
+
+
+def build_pools(config: Config, roles: list[Role]) -> ResourcePoolManager:
     """Build the pool of all roles that train, and that of the processes that sample, if there are any.
 
     Nothing is reserved yet.
@@ -123,20 +130,19 @@ def build_pools(
     Args:
         config: the whole configuration.
         roles: the roles that train.
-        session: with trainer.backend=folder, the session of the processes.
     """
-    spec = {"global_pool": processes_on_nodes(config)}
-    mapping = dict.fromkeys(roles, "global_pool")
+    spec = {TRAINING_POOL: processes_on_nodes(config)}
+    mapping = dict.fromkeys(roles, TRAINING_POOL)
     if samples_apart(config):
-        spec["rollout_pool"] = [num_sampling(config)]
-        mapping[Role.Rollout] = "rollout_pool"
+        spec[SAMPLING_POOL] = [1] * num_sampling(config)
+        mapping[Role.Rollout] = SAMPLING_POOL
     pools = ResourcePoolManager(
         resource_pool_spec=spec,
         mapping=mapping,
         backend=config.trainer.backend,
         use_gpu=config.trainer.device == "cuda",
         num_cpus_per_process=config.trainer.cpus_per_process,
-        session=session,
+        names=run_names(config),
     )
     pools.create_resource_pool()
     return pools
@@ -208,8 +214,7 @@ def _device(config: Config | SFTConfig) -> str:
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         where = "the Ray cluster"
     else:
-        machines = trainer.nnodes if trainer.backend == "folder" else 1
-        num_gpus = machines * torch.cuda.device_count()
+        num_gpus = torch.cuda.device_count()
         where = "this machine"
     if trainer.device == "auto" and num_processes(config) == 1:
         return "cuda" if num_gpus >= processes else "cpu"

@@ -194,9 +194,8 @@ def find_missing_resources(target: Target) -> Iterator[Finding]:
                 f"{_JOIN} worker --head {ray.address} on the missing ones, or trainer.nnodes={len(able)}",
             )
     else:
-        machines = config.trainer.nnodes if config.trainer.backend == "folder" else 1
         num_cpus = float(os.cpu_count() or 1)
-        num_gpus = machines * torch.cuda.device_count()
+        num_gpus = torch.cuda.device_count()
         where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
     cpus_per_process = config.trainer.cpus_per_process if isinstance(config, Config) else 0
     if target.needs_ray and processes * cpus_per_process > num_cpus:

@@ -27,7 +27,7 @@ from verl.utils.announcing import announce, gc_paused
 if TYPE_CHECKING:
     from verl.planning.placement import Role
     from verl.single_controller.base import ClassWithInitArgs, Worker
-    from verl.single_controller.folder import FolderSession
+    from verl.trainer.command import Command
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.stop_request import StopRequest
     from verl.utils.reward_score import RewardFunction
@@ -65,7 +65,6 @@ def build_trainer(
     config: Config,
     train_score: RewardFunction | None = None,
     stop_request: StopRequest | None = None,
-    session: FolderSession | None = None,
 ) -> RayPPOTrainer:
     """Build a `RayPPOTrainer`; no process is started and no model is loaded yet.
 
@@ -76,7 +75,6 @@ def build_trainer(
         train_score: scores training rows (`main_ppo_format`), while validation stays exact match; None for
             the reward of the configuration.
         stop_request: says whether the run shall end after the present step.
-        session: the session of the run's processes with trainer.backend=folder.
     """
     with gc_paused():
         from verl.data.mixture import training_rows
@@ -112,7 +110,7 @@ def build_trainer(
         role_worker_mapping={
             role: _worker(role, config) for role in (*roles, *[Role.Rollout] * samples_apart(config))
         },
-        resource_pool_manager=build_pools(config, roles, session),
+        resource_pool_manager=build_pools(config, roles),
         reward_fn=RewardManager(tokenizer, 0, user_score or train_score, verifiers),
         val_reward_fn=val_reward_fn,
         trajectory_metrics=hook("trajectory_metrics"),
@@ -127,7 +125,8 @@ def build_trainer(
 def run(
     argv: list[str],
     train_score_factory: Callable[[Config], RewardFunction] | None = None,
-    starts_processes: bool = True,
+    command: Command | None = None,
+    stop_request: StopRequest | None = None,
 ) -> int:
     """Run the program: parse the arguments, check them and train.
 
@@ -135,8 +134,8 @@ def run(
         argv: arguments of the command line.
         train_score_factory: makes the function that scores training rows from the configuration; None for the
             reward of the configuration.
-        starts_processes: whether, with trainer.backend=folder, this program starts all processes of the run,
-            the driver included. Otherwise this process is the driver.
+        command: the command of `verl.rl` whose orchestrator this process is; None for a driver without one.
+        stop_request: hears the signals that ask the run to stop; None for a new one.
 
     Returns:
         The exit status. A user's mistake (2) and a run that ends before its time (3) print one line on
@@ -146,22 +145,18 @@ def run(
     try:
         loaded = read_arguments(argv)
         check_config(loaded.config, format_reward=train_score_factory is not None)
-        trainer = loaded.config.trainer
-        if trainer.backend == "folder" and starts_processes and not trainer.dry_run:
-            if train_score_factory is not None:
-                raise ValueError(
-                    "Found trainer.backend=folder with main_ppo_format; expected auto, local or ray."
-                )
-            from verl.trainer.processes import RunProcesses
-
-            return RunProcesses(argv, loaded.config).run()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return _train(loaded, train_score_factory)
+    return _train(loaded, train_score_factory, command, stop_request)
 
 
-def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunction] | None) -> int:
+def _train(
+    loaded: Loaded,
+    train_score_factory: Callable[[Config], RewardFunction] | None,
+    command: Command | None,
+    stop_request: StopRequest | None,
+) -> int:
     """Train with arguments that have passed the first checks; return the exit status."""
     with announce("loading the libraries"), gc_paused():
         from verl.data.row_environments import check_environments
@@ -179,12 +174,6 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
             print(f"note: {line}")
         if config.trainer.dry_run:
             return dry_run(config)
-        session = None
-        if config.trainer.backend == "folder":
-            from verl.single_controller.folder import FolderSession
-            from verl.trainer.processes import process_folder
-
-            session = closing.enter_context(FolderSession(process_folder(config)))
         with announce("checking settings, machine and search server"):
             is_sound = passes_quick_checks(config, hook("retrieval_probe")())
         if not is_sound:
@@ -195,16 +184,14 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         for variable, value in process_variables(config).items():  # workers inherit them
             os.environ.setdefault(variable, value)
         score = train_score_factory(config) if train_score_factory else None
-        build = functools.partial(
-            build_trainer, train_score=score, stop_request=stop_request, session=session
-        )
-        training = RestartingRun(config, build)
+        build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)
+        training = RestartingRun(config, build, command)
         closing.callback(training.shutdown)
         with announce("starting the processes and loading the models"):
             training.start()
         return training
 
-    return run_program(start)
+    return run_program(start, stop_request)
 
 
 def __getattr__(name: str) -> object:

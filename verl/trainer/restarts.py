@@ -12,6 +12,9 @@ collapsed (`trainer.on_collapse: rewind`):
              +--> build anew when the cluster has room again -> train from the newest checkpoint, as after a
                   restart by hand: records cut back, same next step; after a rewind with its remedy
 
+With `python -m verl.rl` the driver is an actor, the orchestrator, which may be lost too: the command starts
+another one (orchestrator.py), whose run begins as a restart. `trainer.max_restarts` counts both kinds.
+
 Each restart and each rewind is a line in `<run folder>/restarts.jsonl`; `trainer/num_restarts` and
 `trainer/num_rewinds` count them in the metrics.
 """
@@ -26,6 +29,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,9 +39,9 @@ from verl.config import Config
 from verl.records.recorder import BRANCHES
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
+from verl.trainer.command import RESTARTS_FILE, Command
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.rewinds import (
-    RESTARTS_FILE,
     CollapseSeen,
     Rewind,
     apply_remedies,
@@ -55,19 +59,23 @@ RECOVERABLE = (WorkerDiedError, EngineUnavailable)
 MOST_FAILURES_FROM_ONE_STEP = 3
 
 
-def run_program(start: Callable[[ExitStack, StopRequest], RestartingRun | FSDPSFTTrainer | int]) -> int:
+def run_program(
+    start: Callable[[ExitStack, StopRequest], RestartingRun | FSDPSFTTrainer | int],
+    stop_request: StopRequest | None = None,
+) -> int:
     """Run a program whose settings have passed the first checks.
 
     Args:
         start: starts everything up to what trains, and says on the stack how it is ended. It returns what
             trains, or an exit status. It raises ValueError for a user's mistake.
+        stop_request: hears the signals that ask the run to stop; None for a new one.
 
     Returns:
         The exit status. A user's mistake (2) and a run that ends before its time (3) print one line on
         stderr.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is ended
-    stop_request = StopRequest().listen()
+    stop_request = (stop_request or StopRequest()).listen()
     with ExitStack() as closing:
         try:
             try:
@@ -94,9 +102,12 @@ class RestartingRun:
     Args:
         config: the configuration, whose `trainer.backend` is decided.
         build: makes a trainer, with no process started, from a copy of the configuration.
+        command: the command of `verl.rl` whose orchestrator this process is, if it is one.
     """
 
-    def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
+    def __init__(
+        self, config: Config, build: Callable[[Config], RayPPOTrainer], command: Command | None = None
+    ) -> None:
         self.config = config
         self._build = build
         self.max_restarts = config.trainer.max_restarts if config.trainer.backend != "local" else 0
@@ -107,6 +118,9 @@ class RestartingRun:
         # Whether that checkpoint is of this run, not the one that it was started from.
         self._resumes_own_checkpoint = False
         self._failures_in_a_row = 0  # failures since the run has gone on from that checkpoint
+        self._command = command
+        # Whether the orchestrator before this one was lost before the run had a checkpoint: it begins anew.
+        self._begins_again = False
 
     def start(self) -> None:
         """Build the trainer and load the models.
@@ -115,9 +129,12 @@ class RestartingRun:
             ValueError: for a user's mistake, such as more processes than the cluster has room for.
             RunStopped: if a process died and may not be started again.
         """
+        if self._command is not None and self._command.death and self.num_restarts == 0:
+            self._take_over(self._command)
         config = copy.deepcopy(self.config)
         goes_on = self.num_restarts > 0 or self.has_rewound
-        if goes_on and (self._resumes_own_checkpoint or config.trainer.resume_mode != "from_path"):
+        keeps_mode = self._begins_again or config.trainer.resume_mode == "from_path"
+        if goes_on and (self._resumes_own_checkpoint or not keeps_mode):
             config.trainer.resume_mode = "auto"
             config.trainer.resume_from_path = None
         try:
@@ -160,6 +177,24 @@ class RestartingRun:
         self.trainer = None
         if trainer is not None:
             trainer.shutdown()
+
+    def _take_over(self, command: Command) -> None:
+        """Begin as a restart of the run that a lost orchestrator of the same command has led.
+
+        Raises RunStopped if the command's restarts are used up, or if they get the run nowhere.
+        """
+        run_dir = Path(self.config.trainer.default_local_dir)
+        newest = command.newest_step(run_dir)
+        self._resumes_own_checkpoint = newest is not None
+        self._begins_again = newest is None
+        if newest is not None:
+            self._resume_step = newest
+        restarts = command.restarts(run_dir)
+        self.num_restarts = len(restarts)
+        later = takewhile(lambda step: step == self._resume_step, reversed(restarts))
+        self._failures_in_a_row = 1 + len(list(later))
+        self._check_progress()
+        self._count_restart(run_dir, command.death)
 
     def _apply_rewinds(self, config: Config, trainer: RayPPOTrainer) -> None:
         """Apply what the rewinds of the run have changed; `config` is the trainer's own configuration."""
@@ -249,17 +284,33 @@ class RestartingRun:
         if self.max_restarts == 0:
             hint = self._resume_hint()
             raise RunStopped(
-                f"{hint} With trainer.max_restarts=3 (and Ray, or verl.rl) it does so by itself."
+                f"{hint} With trainer.max_restarts=3 (and trainer.backend=ray) it does so by itself."
             )
-        if self.num_restarts >= self.max_restarts:
-            used_up = f"trainer.max_restarts={self.max_restarts} restarts are used up."
-            raise RunStopped(f"{used_up} {self._resume_hint()}")
-        if self._failures_in_a_row == MOST_FAILURES_FROM_ONE_STEP:
+        self._check_restarts_left()
+        self._check_progress()
+        self._count_restart(trainer.checkpoints.run_dir, str(error))
+
+    def _check_progress(self) -> None:
+        """Raise RunStopped if the run has failed too often without another checkpoint in between."""
+        if self._failures_in_a_row >= MOST_FAILURES_FROM_ONE_STEP:
             raise RunStopped(
                 f"the run failed {MOST_FAILURES_FROM_ONE_STEP} times in a row without getting from step "
                 f"{self._resume_step} to another checkpoint: it would fail again. The causes are above; a "
                 "smaller trainer.save_freq helps if they only come often."
             )
+
+    def _check_restarts_left(self) -> None:
+        """Raise RunStopped if no restart is left."""
+        if self.num_restarts >= self.max_restarts:
+            used_up = f"trainer.max_restarts={self.max_restarts} restarts are used up."
+            raise RunStopped(f"{used_up} {self._resume_hint()}")
+
+    def _count_restart(self, run_dir: Path, reason: str) -> None:
+        """Count a restart, say it and write it down.
+
+        Raises RunStopped if no restart is left.
+        """
+        self._check_restarts_left()
         self.num_restarts += 1
         print(
             f"restart {self.num_restarts} of {self.max_restarts} (trainer.max_restarts): the run goes on "
@@ -270,9 +321,12 @@ class RestartingRun:
             "restart": self.num_restarts,
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "from_step": self._resume_step,
-            "reason": str(error),
+            "reason": reason,
         }
-        with (trainer.checkpoints.run_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
+        if self._command is not None:
+            record["command"] = self._command.number
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with (run_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def _resume_hint(self) -> str:

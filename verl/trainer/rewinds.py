@@ -22,11 +22,11 @@ from typing import Any
 
 from verl.checkpoints.run_state import CheckpointStore, RunStopped
 from verl.config import Config
+from verl.trainer.command import RESTARTS_FILE
 from verl.trainer.ppo.health import HealthFinding
 from verl.utils.durable import sync
 from verl.utils.json_files import read_lines
 
-RESTARTS_FILE = "restarts.jsonl"
 RATE_FACTOR = 0.5  # factor of the learning rates for each rewind
 STEP_BOUND = 0.01  # nats per token: actor.max_step_kl after the first rewind, unless it is smaller already
 

@@ -19,10 +19,12 @@ from verl.checkpoints.run_state import RunStopped, SavedState
 from verl.config import SFTConfig
 from verl.data.rl_dataset import PromptSampler
 from verl.data.sft_dataset import SFTDataset
+from verl.planning.placement import run_names
 from verl.protocol import DataProto
 from verl.records import LossRecorder
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool
+from verl.single_controller.names import TRAINER
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.trainer.ppo.resuming import CheckpointedRun
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
@@ -84,6 +86,8 @@ class FSDPSFTTrainer(CheckpointedRun):
         self._lock_folder()
         trainer = self.config.trainer
         pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=trainer.device == "cuda")
+        pool.names = run_names(self.config)
+        pool.role = TRAINER
         worker = ClassWithInitArgs(SFTWorker, self.config, self.tokenizer, self.total_steps)
         self.worker_groups = build_worker_groups(trainer.backend, pool, {WORKER: worker})
         self.workers = self.worker_groups[WORKER]

@@ -3,7 +3,7 @@
     group.compute_values(batch)
       -> dispatch: one (args, kwargs) per rank -> each rank runs the method -> collect: one result
 
-A backend (local.py, ray/, folder.py) says in `_start` how a rank runs a call, and in `_resolver` how to get
+A backend (local.py, ray/) says in `_start` how a rank runs a call, and in `_resolver` how to get
 the call's value.
 """
 
@@ -29,6 +29,7 @@ from verl.single_controller.base.decorator import (
     registered_methods,
 )
 from verl.single_controller.base.worker import Worker
+from verl.single_controller.names import RunNames
 
 # What gloo and NCCL say when a peer has gone.
 PEER_GONE = re.compile(
@@ -68,7 +69,7 @@ class ClassWithInitArgs:
 
 
 class ResourcePool:
-    """The number of processes on each node, and whether each has a GPU of its own."""
+    """The number of processes on each node, whether each has a GPU of its own, and their names on Ray."""
 
     def __init__(self, process_on_nodes: Sequence[int], use_gpu: bool = False) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
@@ -78,6 +79,8 @@ class ResourcePool:
         self.process_on_nodes = list(process_on_nodes)
         self.use_gpu = use_gpu
         self.timeout_seconds = 60.0  # how long a worker group waits until the cluster has room
+        self.names: RunNames | None = None  # of the run; None for processes without names
+        self.role = ""  # what its processes do for the run: "trainer" gives "trainer-0", "trainer-1", ...
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,6 @@ again, since a new process would have lost its state: shut the group down and bu
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,14 +31,17 @@ from verl.single_controller.base.worker_group import (
     materialize,
     run_method,
 )
+from verl.single_controller.ray.deaths import ProcessPlace
 from verl.single_controller.ray.environment import (
     DRIVER_ONLY,
+    PROCESS_NAME,
     carried_variables,
     collective_variables,
     import_path,
     secret_variables,
 )
-from verl.single_controller.ray.failures import RankPlace, resolve_refs
+from verl.single_controller.ray.failures import resolve_refs
+from verl.single_controller.ray.session import wait_until_free
 
 _SECONDS_TO_CLOSE = 5.0
 _SECONDS_TO_WAIT_SILENTLY = 5.0  # how long to wait for room in the cluster before a line says so
@@ -48,6 +50,7 @@ _SECONDS_TO_WAIT_SILENTLY = 5.0  # how long to wait for room in the cluster befo
 class RayResourcePool(ResourcePool):
     """A pool of `process_on_nodes[i]` processes on the i-th of as many different nodes.
 
+    With `strategy="PACK"` the nodes need not be different: all is put where there is room, close together.
     Each process reserves `num_cpus_per_process` of Ray's CPU count (a share, so that a machine of two cores
     can host several) and, with `use_gpu`, one GPU of its own. `name_prefix` and `max_colocate_count` are
     verl's and have no effect.
@@ -61,12 +64,14 @@ class RayResourcePool(ResourcePool):
         *,
         name_prefix: str = "",
         max_colocate_count: int = 1,
+        strategy: str = "STRICT_SPREAD",
     ) -> None:
         super().__init__(process_on_nodes, use_gpu)
+        self.strategy = strategy
         self.num_cpus_per_process = num_cpus_per_process
 
     def create_placement_group(self) -> PlacementGroup:
-        """Reserve one bundle per node.
+        """Reserve one bundle per entry of `process_on_nodes`.
 
         Raises ValueError if the cluster has no room within the timeout.
         """
@@ -74,8 +79,8 @@ class RayResourcePool(ResourcePool):
             {"CPU": self.num_cpus_per_process * count} | ({"GPU": float(count)} if self.use_gpu else {})
             for count in self.process_on_nodes
         ]
-        group = placement_group(bundles, strategy="STRICT_SPREAD")
-        demand = f"one node each with {bundles}"
+        group = placement_group(bundles, strategy=self.strategy)
+        demand = f"one node each with {bundles}" if self.strategy == "STRICT_SPREAD" else f"{bundles}"
         if group.wait(min(_SECONDS_TO_WAIT_SILENTLY, self.timeout_seconds)):
             return group
         print(f"waiting up to {self.timeout_seconds:g} s until the Ray cluster has {demand}", flush=True)
@@ -104,17 +109,25 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 class RankProcess:
-    """The actor, which makes the worker and runs its methods, one at a time, in the order of the calls."""
+    """The actor, which makes the worker and runs its methods, one at a time, in the order of the calls.
 
-    def locate(self) -> RankPlace:
+    Args:
+        name: the name before the lines that it writes, such as "trainer-0".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def locate(self) -> ProcessPlace:
         """Return where this rank lives, and start its store; all ranks meet in the store of rank 0.
 
         The system picks the port of the store.
         """
-        address = ray.util.get_node_ip_address()
-        node = ray.get_runtime_context().get_node_id()
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        return RankPlace(os.getpid(), socket.gethostname(), address, node, self.store.port)
+        return ProcessPlace.here(self.store.port)
 
     def make_worker(
         self, cls_with_init: ClassWithInitArgs, variables: dict[str, str], several_nodes: bool
@@ -134,9 +147,10 @@ class RayWorkerGroup(WorkerGroup):
     """A worker class on every process of a pool.
 
     Args:
-        resource_pool: the processes; a plain pool is taken as a `RayResourcePool`.
+        resource_pool: the processes; a plain pool is taken as a `RayResourcePool`. Where it has `names`, its
+            processes are named actors, such as "<experiment>/trainer-0".
         ray_cls_with_init: the worker class with its arguments.
-        name_prefix: the group's name in messages.
+        name_prefix: the group's name in messages, for processes without names.
         device_name: has no effect; the pool says what the device is.
     """
 
@@ -149,10 +163,15 @@ class RayWorkerGroup(WorkerGroup):
         device_name: str = "",
     ) -> None:
         super().__init__(resource_pool.world_size, ray_cls_with_init.cls, name_prefix)
+        self._names = resource_pool.names
+        if self._names is None:
+            self._who = [f"rank {rank} of worker group {self.name!r}" for rank in range(self.world_size)]
+        else:
+            self._who = [f"{resource_pool.role}-{rank}" for rank in range(self.world_size)]
         if not isinstance(resource_pool, RayResourcePool):
             resource_pool = RayResourcePool(resource_pool.process_on_nodes, resource_pool.use_gpu)
         self._actors: list[Any] = []
-        self._rank_places: list[RankPlace] = []
+        self._rank_places: list[ProcessPlace] = []
         placement = resource_pool.create_placement_group()
         self._placement_group: PlacementGroup | None = placement
         try:
@@ -164,9 +183,17 @@ class RayWorkerGroup(WorkerGroup):
 
     def _create_actors(self, pool: RayResourcePool, place: PlacementGroup) -> list[Any]:
         actors = []
-        variables = {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
-        for node, _ in pool.rank_positions:
+        common = {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
+        if self._names is not None:
+            wait_until_free(self._names.namespace, [self._names.full(who) for who in self._who])
+        for rank, (node, _) in enumerate(pool.rank_positions):
             strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=node)
+            naming: dict[str, Any] = {}
+            variables = dict(common)
+            if self._names is not None:
+                full_name = self._names.full(self._who[rank])
+                naming = {"name": full_name, "namespace": self._names.namespace}
+                variables[PROCESS_NAME] = full_name
             actor_cls = ray.remote(RankProcess).options(
                 num_cpus=pool.num_cpus_per_process,
                 num_gpus=1 if pool.use_gpu else 0,
@@ -174,8 +201,9 @@ class RayWorkerGroup(WorkerGroup):
                 max_task_retries=0,
                 scheduling_strategy=strategy,
                 runtime_env={"env_vars": variables},
+                **naming,
             )
-            actors.append(actor_cls.remote())
+            actors.append(actor_cls.remote(self._who[rank]))
         return actors
 
     def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
@@ -196,7 +224,7 @@ class RayWorkerGroup(WorkerGroup):
         return [actor.run.remote(method, call) for actor, call in zip(self._actors, calls, strict=False)]
 
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
-        return partial(resolve_refs, group=self.name, method=method, places=self._rank_places)
+        return partial(resolve_refs, who=self._who, method=method, places=self._rank_places)
 
     def shutdown(self) -> None:
         """Let each worker close (a few seconds at most), then end the processes and free their places."""

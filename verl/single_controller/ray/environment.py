@@ -5,6 +5,7 @@
                          --(DRIVER_ONLY)--> nowhere, also where a worker would inherit it
     node's environment   -----------------> whatever the driver has not set
     node's address       -----------------> GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, unless set
+    command of verl.rl   --(all of it, by the call; but NODES_OWN)--> orchestrator
 
 A worker inherits from the process that was started on its node (`ray start`), not from the driver. Variables
 on which a run depends are therefore carried by name. CUDA_VISIBLE_DEVICES is Ray's to set.
@@ -39,6 +40,9 @@ CARRIED = re.compile(
 # Ray logs runtime environments, so these go another way; so do proxies, whose address may hold a password.
 SECRETS = re.compile(r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|VLLM_API_KEY|(?i:(http|https|all)_proxy)")
 DRIVER_ONLY = ("WANDB_API_KEY",)
+PROCESS_NAME = "VERL_PROCESS"  # set in a process of a run to its name, such as "quickstart/trainer-0"
+# What an orchestrator does not take over from the command: it is Ray's, or its node's.
+NODES_OWN = re.compile(r"RAY_(?!ADDRESS$)\w+|CUDA_VISIBLE_DEVICES|PYTHONPATH|PWD|OLDPWD|HOSTNAME")
 
 
 def carried_variables() -> dict[str, str]:
@@ -51,6 +55,11 @@ def carried_variables() -> dict[str, str]:
 def secret_variables() -> dict[str, str]:
     """Return the secrets of the driver that workers need."""
     return {name: value for name, value in os.environ.items() if SECRETS.fullmatch(name)}
+
+
+def command_variables() -> dict[str, str]:
+    """Return the variables of a command for its orchestrator, which stands in for the command elsewhere."""
+    return {name: value for name, value in os.environ.items() if not NODES_OWN.fullmatch(name)}
 
 
 def import_path() -> str:

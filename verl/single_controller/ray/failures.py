@@ -9,10 +9,8 @@ that is known to be gone ends the call, and whoever gets the error shuts the gro
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,32 +22,20 @@ from verl.single_controller.base.worker_group import (
     WorkerDiedError,
     WorkerFailedError,
 )
-from verl.single_controller.ray.session import last_lines_seen
+from verl.single_controller.ray.deaths import ProcessPlace, describe_death, in_one_line
 
 _SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explains the errors of the others
 _SECONDS_TO_MISS_A_NODE = 40.0  # after an error of the network: Ray notices the loss of a node by its silence
-_SECONDS_FOR_LAST_LINES = 1.0  # how long what a process wrote takes to reach the driver
-_LONGEST_LINE = 300
-_LONGEST_ERROR = 600
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """The place of a rank: its process; its node's name, IP address and id in Ray; the port of its store."""
-
-    pid: int
-    host: str
-    address: str
-    node: str
-    port: int
-
-
-def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[RankPlace] = ()) -> list[Any]:
+def resolve_refs(
+    refs: list[Any], who: Sequence[str], method: str, places: Sequence[ProcessPlace] = ()
+) -> list[Any]:
     """Return the values of one call's object references; raise at the first error of any rank.
 
     Args:
         refs: the references of rank 0, 1, ...
-        group: name of the worker group, for messages.
+        who: the ranks in words, such as "trainer-0", for messages.
         method: name of the method, for messages.
         places: where the ranks live, as far as that is known.
     """
@@ -79,25 +65,24 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
         pending = wait(remaining)
     rank = min((refs.index(ref) for ref in errors), key=lambda r: not _is_death(errors[refs[r]]))
     error = errors[refs[rank]]
-    who = f"rank {rank} of worker group {group!r}"
     if _is_death(error) and not isinstance(error, RayTaskError):
         place = places[rank] if rank < len(places) else None
-        raise WorkerDiedError(describe_death(who, place, method, error)) from error
+        raise WorkerDiedError(describe_death(who[rank], place, method, error)) from error
     if not isinstance(error, RayTaskError) or not isinstance(error.cause, Exception):
         raise error
     cause = error.cause
-    failed = WorkerFailedError(f"{who} failed in {method}:\n{error}")
+    failed = WorkerFailedError(f"{who[rank]} failed in {method}:\n{error}")
     if isinstance(cause, WorkerDiedError):
         raise cause
     if _peer_gone(error):
         raise ConnectionLostError(
-            f"{who} lost its connection to another rank during {method}, and none was seen to die: "
-            f"{_in_one_line(cause)}"
+            f"{who[rank]} lost its connection to another rank during {method}, and none was seen to die: "
+            f"{in_one_line(cause)}"
         ) from failed
     if isinstance(cause, ObjectLostError):
         raise WorkerDiedError(
-            f"{who} can't run {method}: rows that it needs lay with a process or on a node that is gone: "
-            f"{_in_one_line(cause)}"
+            f"{who[rank]} can't run {method}: rows that it needs lay with a process or on a node that is "
+            f"gone: {in_one_line(cause)}"
         ) from error
     raise cause from failed
 
@@ -110,33 +95,3 @@ def _is_death(error: Exception) -> bool:
 
 def _peer_gone(error: Exception) -> bool:
     return isinstance(error, RayTaskError) and PEER_GONE.search(str(error.cause)) is not None
-
-
-def describe_death(who: str, place: RankPlace | None, method: str, error: BaseException) -> str:
-    """Describe a dead rank in a line, with its last lines below.
-
-    The line names the rank, where it lived, and why Ray takes it for dead.
-
-    Args:
-        who: the rank, in words.
-        place: where it lived; None if it died before it could say.
-        method: the method that was called.
-        error: Ray's error.
-    """
-    if place is None:
-        return f"{who} died during {method}: {_in_one_line(error)}"
-    time.sleep(_SECONDS_FOR_LAST_LINES)
-    nodes = {node["NodeID"]: node for node in ray.nodes()}
-    node = nodes.get(place.node, {"Alive": False})
-    reason = _in_one_line(error)
-    if not node["Alive"]:
-        reason = f"its node is lost ({node.get('DeathReasonMessage') or 'Ray says it is dead'})"
-    head = f"{who} died during {method} (node {place.host}, {place.address}, pid {place.pid}): {reason}"
-    lines = [f"    | {line[:_LONGEST_LINE]}" for line in last_lines_seen(place.address, place.pid)]
-    return "\n".join([f"{head} Its last lines:", *lines]) if lines else head
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Return what an error says, without the ids and addresses that stand before Ray's reason."""
-    text = " ".join(str(error).split()).split(" If the process was killed by the kernel")[0]
-    return re.sub(r"^The actor died.*?(?=The actor (?:is dead|died) because)", "", text)[:_LONGEST_ERROR]

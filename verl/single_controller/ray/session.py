@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from ray.exceptions import RpcError
 from verl.single_controller.ray.environment import RAY_SETTINGS
 
 _SECONDS_TO_ANSWER = 5.0
+_SECONDS_TO_GIVE_UP_A_NAME = 60.0  # how long a process that was killed may keep its name
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _HTTP2_SETTINGS = 4  # type of the frame that a gRPC server sends first; the type is a frame's fourth byte
 _ADVICE = (
@@ -154,6 +156,27 @@ def list_nodes(address: str) -> list[Any]:
         raise ValueError(_NO_HEAD.format(address=address)) from error
 
 
+def names_in(namespace: str) -> list[str]:
+    """Return the names of the living actors in a namespace of Ray."""
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == namespace]
+
+
+def wait_until_free(namespace: str, names: Sequence[str]) -> None:
+    """Wait until no actor has these names: an actor that was killed keeps its name for a moment.
+
+    Raises ValueError if one keeps it.
+    """
+    due = time.monotonic() + _SECONDS_TO_GIVE_UP_A_NAME
+    while taken := set(names) & set(names_in(namespace)):
+        if time.monotonic() > due:
+            raise ValueError(
+                f"Found {', '.join(sorted(taken))} in Ray's namespace {namespace} already; expected no other "
+                "run in the same folder. End it, or set trainer.default_local_dir to another folder."
+            )
+        time.sleep(0.1)
+
+
 _LAST_LINES: dict[tuple[str, int], deque[str]] = defaultdict(lambda: deque(maxlen=LINES_KEPT))
 
 
@@ -171,6 +194,19 @@ def _keep_last_lines() -> None:
             _LAST_LINES[data["ip"], int(pid)].extend(data["lines"])
 
     ray_logging.global_worker_stdstream_dispatcher.add_handler("last lines", keep)
+
+
+def receive_lines() -> None:
+    """Have this actor receive what the processes of its job write, as Ray has a driver do.
+
+    They are kept for `last_lines_seen`; the driver alone shows them.
+    """
+    worker = ray._private.worker.global_worker  # what Ray does for drivers in `connect`; nothing public does
+    worker.gcs_log_subscriber = ray._raylet.GcsLogSubscriber(
+        worker_id=worker.worker_id, address=worker.gcs_client.address
+    )
+    threading.Thread(target=worker.print_logs, name="lines of workers", daemon=True).start()
+    _keep_last_lines()
 
 
 def why_unusable(folder: str, mounts: Sequence[str] | None = None) -> str | None:
