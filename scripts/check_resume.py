@@ -6,7 +6,7 @@ The run is PPO in the microworld, with an adaptive KL weight. With --ahead, roll
 their own while the policy is trained, up to K updates ahead, repeatably. One run is undisturbed. Another one
 is killed with SIGKILL three times and started again each time: twice at a random moment, once while it writes
 a checkpoint. With --kills, rollouts are ahead and the run is one of verl.rl: so many times one of its
-processes (driver, trainer, sampler) is killed, at random moments, and the longest time between two
+actors on Ray (orchestrator, trainer, sampler) is killed, at random moments, and the longest time between two
 checkpoints is printed.
 
 Then every number of the two `metrics.jsonl` is compared bit by bit, except times and speeds, and so are the
@@ -16,7 +16,6 @@ weights in the end. Exit status 0 means that all were equal.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -34,10 +33,11 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import psutil  # noqa: E402
 
 from scripts.check_golden import RUN_NAME, SCENARIOS, Checkout, compare  # noqa: E402
+from verl.single_controller.ray.environment import PROCESS_NAME  # noqa: E402
 
 AHEAD = """actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.name=native
     trainer.async_training.repeatable=true algorithm.rollout_correction.bypass_mode=true"""
-ON_FOLDER = """trainer.backend=folder trainer.max_restarts=1000
+AS_ACTORS = """--rl trainer.max_restarts=1000
     actor_rollout_ref.rollout.weight_transfer=delta actor_rollout_ref.rollout.anchor_every=4"""
 # Metrics of what the engine did since the last step begin with one of these. They depend on chance.
 ENGINE = ("async/", "retrieval/", "rollout/generated", "rollout/kv", "rollout/parked", "rollout/pre")
@@ -46,9 +46,10 @@ MIN_STEPS = 4  # each has a checkpoint, and each of the three kills comes after 
 
 
 class Killer(threading.Thread):
-    """A thread that kills processes of the run in a folder, one at a time.
+    """A thread that kills actors of the run in a folder, one at a time.
 
-    It ends when it has killed so many, or when the run ends.
+    Half of the kills come soon after the one before, most of them while processes start; the others come
+    after another checkpoint. It ends when it has killed so many, or when the run ends.
     """
 
     def __init__(self, folder: Path, kills: int, moments: random.Random) -> None:
@@ -65,27 +66,32 @@ class Killer(threading.Thread):
         last = ""
         since = time.monotonic()
         due = since + self.moments.uniform(0, 30)
-        while not self.run_is_over.wait(0.01):
+        while not self.run_is_over.wait(0.05):
             with suppress(OSError):
                 if (step := tracker.read_text()) != last:
                     self.longest = max(self.longest, time.monotonic() - since) if last else 0.0
                     last = step
                     since = time.monotonic()
+                    if due == float("inf"):
+                        due = since + self.moments.uniform(0, 10)
             if time.monotonic() < due or self.killed.total() == self.kills:
                 continue
-            process_name = self.moments.choice(["driver", "train_worker-0", "inference-0"])
-            with suppress(OSError, ValueError, KeyError, psutil.Error):
-                process_info = json.loads(
-                    (Path(f"{self.folder}.processes") / f"{process_name}.json").read_text()
-                )
-                process = psutil.Process(process_info["pid"])
-                if any("verl." in word for word in process.cmdline()):
+            process_name = self.moments.choice(["orchestrator", "trainer-0", "sampler-0"])
+            if not self.kill(f"{self.folder.name}/{process_name}"):
+                continue  # it has not begun yet
+            self.killed[process_name] += 1
+            is_early = self.moments.random() < 0.5
+            due = time.monotonic() + self.moments.uniform(0, 20) if is_early else float("inf")
+
+    def kill(self, name: str) -> bool:
+        """Kill the process of this name on this machine; return whether there is one."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                is_actor = process.cmdline()[:1] and process.cmdline()[0].startswith("ray::")
+                if is_actor and process.environ().get(PROCESS_NAME) == name:
                     process.kill()
-                    self.killed[process_name] += 1
-            # A process spends most of its life on its start. Half of the kills come later than that.
-            early = self.moments.uniform(0, 12)
-            late = 12.0 + self.moments.uniform(0, 10)
-            due = time.monotonic() + self.moments.choice([early, late])
+                    return True
+        return False
 
 
 def main() -> int:
@@ -93,7 +99,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="training steps of each run (6)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills; default: random")
     parser.add_argument("--ahead", type=int, help="trainer.async_training.max_staleness; default: no overlap")
-    parser.add_argument("--kills", type=int, help="of single processes of verl.rl; --ahead is 1 by default")
+    parser.add_argument("--kills", type=int, help="of single actors of verl.rl; --ahead is 1 by default")
     options = parser.parse_args()
     if options.kills and options.ahead is None:
         options.ahead = 1
@@ -110,7 +116,7 @@ def main() -> int:
     skip = scenario.skip
     if options.ahead is not None:
         settings += f" {AHEAD} trainer.async_training.max_staleness={options.ahead}"
-        settings += f" {ON_FOLDER if options.kills else 'trainer.backend=ray'}"
+        settings += f" {AS_ACTORS if options.kills else 'trainer.backend=ray'}"
         skip += ENGINE
     scenario = SCENARIOS[name] = replace(scenario, settings=settings, skip=skip)
     with tempfile.TemporaryDirectory() as folder:

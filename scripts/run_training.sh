@@ -5,6 +5,7 @@
 #     run_training sft|grpo|ppo "$@"
 #
 # With --doctor among them the run is only checked (python -m verl.preflight), with the settings that it would have.
+# With --rl among them the driver is an actor on Ray too, beside trainers and samplers (python -m verl.rl).
 # With --config FILE the settings are those of FILE, in place of the ones named below. configs/mixture.yaml brings
 # data of its own (data_prep.mixture) and a supervised start on it, made once, with the settings of
 # configs/mixture_sft.yaml. configs/hops.yaml brings data of its own (data_prep.hops) and goes on from the run that
@@ -193,6 +194,7 @@ run_training() {
         fi
         case "$argument" in
             --doctor) doctor=true ;;
+            --rl) program=(verl.rl) ;;
             --config) is_config=true ;;
             --config=*) config="${argument#--config=}" ;;
             *) passed+=("$argument") ;;
@@ -210,6 +212,10 @@ run_training() {
 
     local model=data_prep/base_model configuration=ppo_trainer model_key=actor_rollout_ref.model.path
     if [ "$kind" = sft ]; then
+        if [ "${program[0]}" = verl.rl ]; then
+            echo "error: found --rl with supervised training; expected train_grpo.sh or train_ppo.sh" >&2
+            return 2
+        fi
         configuration=sft_trainer model_key=model.partial_pretrain
         model=data_prep/base_model_plain program=(verl.trainer.fsdp_sft_trainer) needs_server=false extras=train
     fi

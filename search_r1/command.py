@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
     "train": ("train_grpo.sh", "GRPO; without arguments on the microworld"),
     "ppo": ("train_ppo.sh", "PPO with a critic"),
+    "rl": ("verl.rl", "a run as actors on Ray, with settings of a file: rl @ run.yaml"),
     "sft": ("train_sft.sh", "supervised training, before reinforcement learning"),
     "doctor": ("train_grpo.sh --doctor", "what would spoil a run, before it starts"),
     "serve": ("search_r1.search.server", "a retrieval server"),
@@ -37,6 +38,10 @@ COMMANDS = {
 
 The target is a shell script or a Python file of the repository, or a module. Flags may follow it.
 """
+
+
+# PRIME-RL's roles, which are one command here: Ray places them.
+ROLES = ("trainer", "orchestrator", "inference")
 
 
 def usage() -> str:
@@ -62,6 +67,8 @@ def main() -> None:
     if name not in COMMANDS:
         close_names = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close_names[0]}?" if close_names else ""
+        if name in ROLES:
+            hint = "; one command starts all roles of a run: search-r1 rl @ run.yaml"
         print(f"error: found the command {name!r}{hint}\n{usage()}", file=sys.stderr)
         sys.exit(2)
     target, *flags = COMMANDS[name][0].split()

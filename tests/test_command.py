@@ -29,6 +29,14 @@ def test_an_unknown_command_names_the_nearest_one():
     assert result.returncode == 2 and "did you mean train?" in result.stderr
 
 
+@pytest.mark.parametrize("role", ["trainer", "orchestrator", "inference"])
+def test_the_roles_of_prime_rl_are_one_command(role, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["search-r1", role, "@", "run.toml"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "search-r1 rl @ run.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name", ["serve", "index", "microworld", "qa", "wiki18", "gemma", "trim", "infer", "convert"]
 )

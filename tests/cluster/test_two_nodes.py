@@ -44,7 +44,7 @@ def test_a_node_is_cut_off_and_the_run_goes_on_when_it_is_back(tmp_path):
         output = process.output()
     # Said in the error, and beside it where the checkpoint of the last step is lost with the node.
     losses = re.findall(
-        r"rank \d of worker group .* died during \w+ \(node node2, 10.77.0.2, pid \d+\): its node is lost",
+        r"trainer-\d on node node2 \(10.77.0.2, pid \d+\) died during \w+: its node is lost",
         output[before:],
     )
     assert "restart 1 of 3" in output

@@ -34,6 +34,7 @@ def test_a_good_configuration_passes(good):
         ("data.train_data_num=many", "a whole number of at least 1 or null"),
         ("trainer.logger=wandb", "expected a list"),
         ("trainer.logger=[nodepad]", "expected any of: console"),
+        ("trainer.backend=folder", "expected one of: auto, local, ray. .*python -m verl.rl @ run.yaml"),
         ("trainer.val_modes=[]", "expected one or both"),
         ("data.max_start_length=512", "expected the first to be smaller"),
         ("data.train_batch_size=16", "ppo_mini_batch_size=256 .* expected at most 128"),

@@ -106,7 +106,8 @@ def test_restarts_in_a_run_without_ray_are_said_to_have_no_effect():
         config = load_config(["trainer.max_restarts=2", f"trainer.backend={backend}"])
         (line,) = settings_without_effect(config)
         assert line.startswith("trainer.max_restarts=2 has no effect: ") and "trainer.backend=ray" in line
-    for more in ("trainer.backend=ray", "trainer.nnodes=2"):
+    apart = f"{ROLLOUT}={{name: native, placement: apart}}"
+    for more in ("trainer.backend=ray", "trainer.nnodes=2", apart):
         assert settings_without_effect(load_config(["trainer.max_restarts=2", more])) == []
 
 

@@ -53,7 +53,7 @@ if program.endswith("server"):
         sys.exit("error: line 7 is broken")
     print("retrieval server on http://127.0.0.1:1234/retrieve", flush=True)
     time.sleep(300)
-if program.endswith("main_ppo"):
+if program.endswith(("main_ppo", "verl.rl")):
     def stop(number, frame):
         time.sleep(300 if "deaf" in os.environ["STUB"] else 0.3)  # the rest of a step
         sys.exit(3)
@@ -367,6 +367,14 @@ def test_doctor_checks_the_run_that_would_be_started(repository, line):
     found = note(repository, "preflight")
     assert found is not None and "max_turns=7" in found[1] and "--doctor" not in found[1]
     assert "data.train_files='data/microworld/seed4/train.parquet'" in found[1]
+
+
+def test_rl_runs_the_driver_as_an_actor_and_supervised_training_has_none(repository):
+    assert run(repository, "--rl", "max_turns=7", SEED="4") == (0, "")
+    found = note(repository, "rl")
+    assert found is not None and "max_turns=7" in found[1] and "--rl" not in found[1]
+    status, errors = run(repository, "--rl", script="train_sft.sh")
+    assert status == 2 and "expected train_grpo.sh or train_ppo.sh" in errors
 
 
 def test_a_server_that_does_not_start_is_said_with_its_log(repository):

@@ -10,6 +10,7 @@ from sample_workers import ScaleWorker, SumWorker, sample_batch
 
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, build_worker_groups, register
 from verl.single_controller.base import WorkerDiedError
+from verl.single_controller.names import RunNames
 from verl.utils.device import get_device_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -89,12 +90,27 @@ def test_a_killed_rank_is_named_at_once_although_others_wait_for_it(ray_backend)
     with ray_backend.RayWorkerGroup(ResourcePool([2]), ClassWithInitArgs(ScaleWorker, 2)) as group:
         start = time.monotonic()
         pid = group.pid()[1]
-        named = rf"rank 1 .*died during die_in_all_reduce \(node .*, pid {pid}\): The actor is dead because"
+        named = rf"rank 1 .* on node .*, pid {pid}\) was killed by SIGKILL during die_in_all_reduce, or ended"
         with pytest.raises(WorkerDiedError, match=named):
             group.die_in_all_reduce(1)
         assert time.monotonic() - start < 200, "below the 240 s after which the other rank would give up"
         with pytest.raises(WorkerDiedError, match="rank 1"):
             group.describe("anybody there")
+
+
+def test_the_processes_of_a_run_have_names_which_are_free_again_at_once(ray_backend):
+    from verl.single_controller.ray import session
+
+    pool = ResourcePool([2])
+    pool.names = RunNames.of("quickstart", "verl_checkpoints/quickstart")
+    pool.role = "trainer"
+    expected = ["quickstart/trainer-0", "quickstart/trainer-1"]
+    for _ in range(2):
+        with ray_backend.RayWorkerGroup(pool, ClassWithInitArgs(ScaleWorker, 2)) as group:
+            assert sorted(session.names_in(pool.names.namespace)) == expected
+            with pytest.raises(KeyError) as caught:
+                group.fail([None, "no such thing"])
+            assert str(caught.value.__cause__).startswith("trainer-1 failed in fail")
 
 
 class VariablesWorker(Worker):

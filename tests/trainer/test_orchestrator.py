@@ -77,7 +77,7 @@ def running(line, log):
 
 
 def processes(command):
-    """The processes of a run by their names, such as "trainer-0"."""
+    """The actors of a run by their names, such as "trainer-0"."""
     named = {}
     with suppress(psutil.NoSuchProcess):  # the command has just ended
         for process in psutil.Process(command.pid).children(recursive=True):
@@ -88,9 +88,16 @@ def processes(command):
 
 
 def wait_for(condition, process, log):
-    while not condition():
+    while not (result := condition()):
         assert process.poll() is None, log.read_text()
         time.sleep(0.02)
+    return result
+
+
+def all_three(command):
+    """The processes of a run, or None if one is not there, or is about to change its title."""
+    named = processes(command)
+    return named if set(named) >= set(KILLED) else None
 
 
 def gone(process, seconds=20):
@@ -122,8 +129,7 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one(world, url, tmp_p
         everybody = []
         for step, name in enumerate(KILLED, 1):
             wait_for((folder / f"global_step_{step}").exists, command, log)
-            named = processes(command)
-            assert set(named) >= {"orchestrator", "trainer-0", "sampler-0"}
+            named = wait_for(lambda: all_three(command), command, log)
             everybody += named.values()
             named[name].send_signal(signal.SIGKILL)
         assert command.wait(300) == 0, log.read_text()

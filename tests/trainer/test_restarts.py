@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from verl.config import Config, load_config
 from verl.planning.placement import ResourcePoolManager
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
+from verl.trainer.command import Command
 from verl.trainer.restarts import RestartingRun
 
 
@@ -182,6 +184,59 @@ def test_the_command_that_goes_on_is_one_that_does(tmp_path, mode, words):
         run.fit()
 
 
+def test_a_run_whose_orchestrator_was_lost_begins_as_a_restart(tmp_path, capsys):
+    earlier = CheckpointStore(tmp_path, None)
+    save(earlier, 1)  # of a run before this command
+    command = Command("this-command", time.time() - 60)
+    first = RestartingRun(settings(tmp_path, max_restarts=4), Attempts(4, 5), command)
+    first.start()
+    with pytest.raises(ZeroDivisionError):  # killed in step 5, after one worker was lost in step 4
+        first.trainer.at_step = lambda step: 1 / (5 - step)
+        first.fit()
+    first.shutdown()
+    after = replace(command, death="orchestrator on node a (10.0.0.1, pid 7) was killed by SIGKILL")
+    second = RestartingRun(settings(tmp_path, max_restarts=4), attempts := Attempts(), after)
+    second.start()
+    second.fit()
+    second.shutdown()
+    assert [trainer.done for trainer in attempts.trainers] == [[5]]
+    assert attempts.trainers[0].num_restarts == 1
+    (record,) = [json.loads(line) for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert (record["restart"], record["from_step"], record["command"]) == (1, 4, "this-command")
+    assert record["reason"].startswith("orchestrator on node a")
+    assert "restart 1 of 4 (trainer.max_restarts): the run goes on from step 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("mode", "starts_at"), [("none", None), ("auto", 1)])
+def test_an_orchestrator_that_was_lost_before_a_checkpoint_begins_as_the_command_says(
+    tmp_path, mode, starts_at
+):
+    save(CheckpointStore(tmp_path, None), 1)  # of a run before this command
+    command = Command("this-command", time.time() + 60, "orchestrator was killed")
+    run = RestartingRun(settings(tmp_path, max_restarts=4, resume_mode=mode), Attempts(), command)
+    run.start()
+    assert run.trainer.config.trainer.resume_mode == mode
+    found = run.trainer.resume_folder
+    run.shutdown()
+    assert (None if found is None else RunState.load(found).step) == starts_at
+
+
+def test_orchestrators_that_are_lost_again_and_again_use_the_restarts_up_or_get_nowhere(tmp_path):
+    command = Command("this-command", time.time() - 60, "orchestrator was killed")
+
+    def lost_again(max_restarts: int) -> None:
+        run = RestartingRun(settings(tmp_path, max_restarts=max_restarts), Attempts(), command)
+        run.start()
+        run.shutdown()
+
+    lost_again(9)
+    with pytest.raises(RunStopped, match="max_restarts=1 restarts are used up"):
+        lost_again(1)
+    lost_again(9)
+    with pytest.raises(RunStopped, match="3 times in a row without getting from step 0"):
+        lost_again(9)
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_with_ray_a_killed_process_is_replaced_by_a_new_one(tmp_path, capfd):
@@ -223,5 +278,5 @@ def test_with_ray_a_killed_process_is_replaced_by_a_new_one(tmp_path, capfd):
         run.shutdown()
     assert len(pids) == 4 and len(set(pids[:2])) == 1 and len(set(pids[2:])) == 1 and pids[0] != pids[2]
     said = capfd.readouterr().err
-    named = rf"rank 0 of worker group 'Victim' died during work .*pid {pids[0]}\): .*connection error code 2"
+    named = rf"rank 0 of worker group 'Victim' on node .*pid {pids[0]}\) was killed by SIGKILL during work"
     assert re.search(named, said) and "| about to work" in said

@@ -17,7 +17,7 @@ from verl.config.checks import check_config, check_model, check_vllm_installed
 from verl.config.keys import config_error, format_value, keys_of
 from verl.config.policy import ACTOR, REF, ROLLOUT
 from verl.planning.passes import Passes
-from verl.planning.placement import samples_apart
+from verl.planning.placement import needs_ray, samples_apart
 from verl.workers.megatron import check_installed
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
@@ -89,8 +89,7 @@ def settings_without_effect(config: Config) -> list[str]:
     if actor.strategy == "megatron":
         reason = "megatron-core cuts a model as the megatron block says, and shards no weights."
         unread |= {f"{ACTOR}.fsdp_config.{key}": reason for key in ("fsdp_size", "reshard_after_forward")}
-    has_one_process = trainer.nnodes * trainer.n_gpus_per_node == 1
-    if trainer.backend == "local" or (trainer.backend == "auto" and has_one_process):
+    if not needs_ray(config):
         reason = "the run is one process, and what ends it ends the run. Set trainer.backend=ray."
         unread |= {"trainer.max_restarts": reason, "trainer.restart_timeout": reason}
     if trainer.on_collapse != "rewind":
