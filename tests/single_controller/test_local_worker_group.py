@@ -85,5 +85,5 @@ def test_what_the_backend_cannot_do_is_refused():
     item = ClassWithInitArgs(SumWorker)
     with pytest.raises(ValueError, match="one process, the pool asks for 2"):
         build_worker_groups("local", ResourcePool([2]), {"sum": item})
-    with pytest.raises(ValueError, match="must be 'local', 'ray' or 'folder'"):
+    with pytest.raises(ValueError, match="must be 'local' or 'ray'"):
         build_worker_groups("slurm", ResourcePool([1]), {"sum": item})

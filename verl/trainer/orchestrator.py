@@ -229,7 +229,9 @@ class OrchestratedRun:
         except RayActorError as error:
             if self.ends_by:
                 return 128 + self.ends_by
-            return self._status_after(describe_death(ORCHESTRATOR, self.place, method, error))
+            # Its last lines have been shown as they are.
+            death = describe_death(ORCHESTRATOR, self.place, method, error, shows_lines=False)
+            return self._status_after(death)
         except RayTaskError as error:
             print(error, file=sys.stderr)
             return 1

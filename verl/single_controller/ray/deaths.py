@@ -71,7 +71,9 @@ def num_oom_kills() -> int:
     return int(counts.get("oom_kill", 0))
 
 
-def describe_death(who: str, place: ProcessPlace | None, method: str, error: BaseException) -> str:
+def describe_death(
+    who: str, place: ProcessPlace | None, method: str, error: BaseException, shows_lines: bool = True
+) -> str:
     """Describe a dead process in a line, with its last lines below.
 
     Args:
@@ -79,14 +81,16 @@ def describe_death(who: str, place: ProcessPlace | None, method: str, error: Bas
         place: where it lived; None if it died before it could say.
         method: the method that was called.
         error: Ray's error.
+        shows_lines: whether its last lines stand below.
     """
     if place is None:
         return f"{who} died during {method}: {in_one_line(error)}"
     time.sleep(_SECONDS_FOR_LAST_LINES)
     lines = last_lines_seen(place.address, place.pid)
     head = f"{who} on {place} {_cause(place, method, error, lines)}"
-    shown = [f"    | {line[:_LONGEST_LINE]}" for line in lines]
-    return "\n".join([f"{head} Its last lines:", *shown]) if shown else head
+    if not lines or not shows_lines:
+        return head
+    return "\n".join([f"{head} Its last lines:", *(f"    | {line[:_LONGEST_LINE]}" for line in lines)])
 
 
 def _cause(place: ProcessPlace, method: str, error: BaseException, lines: list[str]) -> str:

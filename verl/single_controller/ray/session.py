@@ -201,8 +201,11 @@ def receive_lines() -> None:
 
     They are kept for `last_lines_seen`; the driver alone shows them.
     """
-    worker = ray._private.worker.global_worker  # what Ray does for drivers in `connect`; nothing public does
-    worker.gcs_log_subscriber = ray._raylet.GcsLogSubscriber(
+    # Ray does this for drivers in `connect`, and nothing public does it for actors.
+    from ray._raylet import GcsLogSubscriber  # type: ignore[attr-defined]
+
+    worker: Any = ray._private.worker.global_worker
+    worker.gcs_log_subscriber = GcsLogSubscriber(
         worker_id=worker.worker_id, address=worker.gcs_client.address
     )
     threading.Thread(target=worker.print_logs, name="lines of workers", daemon=True).start()
