@@ -14,12 +14,15 @@ import pytest
 from safetensors.torch import load_file
 from small_runs import ROOT, arguments, metrics
 
+from verl.config import load_config
 from verl.single_controller.names import RunNames
 from verl.trainer import main_ppo
 
 pytest.importorskip("ray")
 
+from verl.single_controller.ray.deaths import ProcessPlace
 from verl.single_controller.ray.environment import PROCESS_NAME
+from verl.trainer import orchestrator
 
 KILLED = ("trainer-0", "sampler-0", "orchestrator")
 # They depend on the clock, or on when the engine was asked.
@@ -203,3 +206,45 @@ def test_runs_of_one_name_in_two_folders_have_names_of_their_own(tmp_path):
     assert first.namespace != second.namespace
     assert first.namespace.startswith("quickstart-")
     assert RunNames.of("quickstart", str(tmp_path / "a")) == first
+
+
+def test_signals_wait_for_an_orchestrator_that_listens_and_go_on_as_the_driver_treats_them(monkeypatch):
+    sent = []
+    monkeypatch.setattr(orchestrator, "_send_signal", lambda place, number: sent.append(number))
+    run = orchestrator.OrchestratedRun([], load_config([]))
+
+    def come(*numbers):
+        for number in numbers:
+            run._note(number, None)
+        run._pass_on_signals()
+        return sent
+
+    assert come(signal.SIGUSR1) == []
+    with pytest.raises(orchestrator.EndedBySignal, match="SIGINT"):
+        come(signal.SIGINT)
+    run.place = ProcessPlace(1, "alpha", "10.0.0.3", "node")
+    run.listens = True
+    run.asked = [signal.SIGUSR1]  # as it was kept
+    assert come(signal.SIGINT, signal.SIGUSR1) == [signal.SIGUSR1, signal.SIGINT, signal.SIGUSR1]
+    assert run.ends_by == 0  # the run may finish its step
+    come(signal.SIGINT)
+    assert run.ends_by == signal.SIGINT
+    assert come(signal.SIGHUP)[-1] == signal.SIGTERM
+
+
+def test_lines_of_the_orchestrator_are_shown_as_they_are_to_the_last(capsys):
+    output = orchestrator.OutputOfRun()
+    message = {
+        "actor_name": "orchestrator",
+        "pid": "1",
+        "ip": "10.0.0.3",
+        "job": "1",
+        "localhost": "10.0.0.3",
+    }
+    output.show(message | {"is_err": False, "lines": ["step 1/4", output.last_line]})
+    assert not output.ended.is_set()
+    output.show(message | {"is_err": True, "lines": ["error: no", output.last_line]})
+    assert output.ended.is_set()
+    output.show(message | {"actor_name": "trainer-0", "is_err": False, "lines": ["loading"]})
+    said = capsys.readouterr()
+    assert said.out.startswith("step 1/4\n") and "trainer-0" in said.out and said.err == "error: no\n"

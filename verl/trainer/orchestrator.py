@@ -24,7 +24,15 @@ from types import FrameType
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import (
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config import Config
@@ -40,6 +48,7 @@ from verl.single_controller.ray.session import init_ray, names_in, receive_lines
 from verl.trainer.command import Command
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 SECONDS_TO_END = 60.0  # for a run that was told to end at once
 SECONDS_TO_GO = 60.0  # for trainers and samplers whose orchestrator is gone
 SECONDS_FOR_LAST_LINES = 5.0  # for what the orchestrator wrote last
@@ -226,21 +235,27 @@ class OrchestratedRun:
             return 128 + ended.number
         except TaskCancelledError:  # Ctrl-C between two of its methods
             return 128 + signal.SIGINT
-        except RayActorError as error:
+        except DEATHS as error:
             if self.ends_by:
                 return 128 + self.ends_by
             # Its last lines have been shown as they are.
             death = describe_death(ORCHESTRATOR, self.place, method, error, shows_lines=False)
             return self._status_after(death)
-        except RayTaskError as error:
-            print(error, file=sys.stderr)
+        except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError) and not self.listens:
+                return self._mistake(error.cause)
+            print(error, file=sys.stderr)  # with the traceback of the orchestrator
             return 1
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 3 if self.num_restarts else 2
+            return self._mistake(error)
         finally:
             if actor is not None:
                 ray.kill(actor, no_restart=True)
+
+    def _mistake(self, error: Exception) -> int:
+        """Say why an orchestrator can't be started; return the exit status."""
+        print(f"error: {error}", file=sys.stderr)
+        return 3 if self.num_restarts else 2  # what was right at the start is no mistake of the user's
 
     def _status_after(self, death: str) -> int | None:
         """Return the exit status after a death of an orchestrator, or None if another one may be started."""
@@ -314,7 +329,8 @@ class OrchestratedRun:
                 continue
             if not self.listens or self.place is None:
                 raise EndedBySignal(number)
-            if number == signal.SIGTERM or number == signal.SIGHUP or self.was_interrupted:
+            is_second_interrupt = number == signal.SIGINT and self.was_interrupted
+            if number in (signal.SIGTERM, signal.SIGHUP) or is_second_interrupt:
                 self.ends_by = self.ends_by or number
                 self.ends_at = min(self.ends_at, time.monotonic() + SECONDS_TO_END)
             self.was_interrupted = self.was_interrupted or number == signal.SIGINT
