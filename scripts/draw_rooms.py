@@ -40,8 +40,8 @@ LAYERS = (
     ("verl.planning",),
     ("verl.preflight",),
     ("verl.trainer",),
-    ("verl.evaluation", "verl.orchestrator", "verl.rl", "verl.train_worker"),
-    ("verl.inference", "verl.synthesis"),
+    ("verl.evaluation", "verl.inference", "verl.rl"),
+    ("verl.synthesis",),
     ("search_r1.command", "search_r1.verl_plugin"),
     ("data_prep",),
 )

@@ -30,10 +30,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from verl.checkpoints.file_names import NEWEST_STEP_FILE
 from verl.checkpoints.remote_store import RemoteFailed, RemoteStore, Uploads
 from verl.config.schema import RunSettings, Trainer
 from verl.single_controller.base import WorkerGroup
-from verl.trainer.command import NEWEST_STEP_FILE
 from verl.utils.announcing import announce
 from verl.utils.durable import sync, sync_tree
 from verl.workers.engine.snapshot import CheckpointFailed

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-RESTARTS_FILE = "restarts.jsonl"
-NEWEST_STEP_FILE = "latest_checkpointed_iteration.txt"
+from verl.checkpoints.file_names import NEWEST_STEP_FILE, RESTARTS_FILE
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checkpoints.file_names import RESTARTS_FILE
 from verl.checkpoints.remote_store import RemoteFailed
 from verl.checkpoints.run_state import RunState, RunStopped, step_of
 from verl.config import Config
 from verl.records.recorder import BRANCHES
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
-from verl.trainer.command import RESTARTS_FILE, Command
+from verl.trainer.command import Command
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.rewinds import (
     CollapseSeen,

@@ -20,9 +20,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoints.file_names import RESTARTS_FILE
 from verl.checkpoints.run_state import CheckpointStore, RunStopped
 from verl.config import Config
-from verl.trainer.command import RESTARTS_FILE
 from verl.trainer.ppo.health import HealthFinding
 from verl.utils.durable import sync
 from verl.utils.json_files import read_lines
