@@ -15,8 +15,8 @@ status is 1 if a check failed.
     offload     the same updates with weights and optimizer on the host between passes
     dense       exact search over 21 million vectors of 768 (--quick: 1 million)
     microworld  GRPO of the shipped tiny model on the microworld, in one process
-    vllm        its decoding beside vLLM's own way, weights to a server, which is then killed amid a transfer;
-                on a GPU also the microworld with vLLM beside the trainer     (where vLLM is installed)
+    vllm        its decoding beside vLLM's own way; on a GPU also the microworld with vLLM beside the trainer
+                (where vLLM is installed)
     layouts     the microworld over all GPUs, FSDP2, by Ray                       (two GPUs and more)
     megatron    the same on megatron-core, tensor 2                               (where it is installed)
     split       the same with vLLM, two processes to a model
@@ -296,12 +296,11 @@ def vllm(setup: Setup) -> Iterator[Measurement]:
     if find_spec("vllm") is None:
         yield Measurement("vllm", math.nan, "vLLM is not installed", "not run")
         return
-    from scripts.bench.vllm_checks import apart, decode
+    from scripts.bench.vllm_checks import decode
 
     if setup.device == "cuda":  # it comes first, because this process keeps some GPU memory afterwards
         yield from _train(setup, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
     yield from decode(setup)
-    yield from apart(setup)
 
 
 def layouts(setup: Setup) -> Iterator[Measurement]:

@@ -179,8 +179,7 @@ recipe_for() {    # tiny|model, sft|grpo|ppo -> the file of settings
 
 more_extras() {    # the overrides of a run -> ",megatron", ",vllm" if it needs them
     [[ "$*" != *strategy=megatron* && "$*" != *ppo_megatron_trainer* ]] || echo -n ,megatron
-    # vLLM's servers may run elsewhere, or with an interpreter of their own.
-    [[ "$*" != *rollout.name=vllm* || "$*" == *vllm.python=* || "$*" == *vllm.server_urls=* ]] || echo -n ,vllm
+    [[ "$*" != *rollout.name=vllm* ]] || echo -n ,vllm
 }
 
 run_training() {

@@ -1,4 +1,4 @@
-"""Our use of vLLM beside vLLM's own, and servers apart: for benchmarks and the acceptance run."""
+"""Our use of vLLM beside vLLM's own: for benchmarks and the acceptance run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from scripts.bench.acceptance import Measurement, Setup
-from verl.sessions.engine_contract import EngineUnavailable, SamplingParams
-from verl.workers.engine.loading import load_hf_config, load_policy
+from verl.sessions.engine_contract import SamplingParams
+from verl.workers.engine.loading import load_policy
 from verl.workers.engine.lora import plain_parameters
-from verl.workers.rollout.build import other_devices
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 Measure = Callable[[Callable[[], Any]], float]  # measures a step
@@ -116,59 +115,6 @@ def _sampled(engine: VllmEngine) -> list[int]:
     for session_id in ids:
         engine.close(session_id)
     return [token for session_id in ids for token in ended[session_id]]
-
-
-def apart(setup: Setup) -> Iterator[Measurement]:
-    """Send weights to a server of its own, and measure how long it takes to notice a killed server.
-
-    The server is killed amid a transfer.
-    """
-    from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-    from verl.workers.rollout.vllm.server import VllmServers
-    from verl.workers.rollout.vllm.weight_transfer import WeightSender
-
-    device = torch.device("cpu")
-    devices: list[str] | None = None
-    if setup.device == "cuda":
-        device = torch.device("cuda:0")
-        devices = (other_devices(device) or [])[:1]
-        if torch.cuda.device_count() < 2:
-            yield Measurement("servers apart", float("nan"), "one GPU", "not run")
-            return
-    folder = str(setup.model())
-    arguments: dict[str, Any] = {"model": folder, "dtype": "bfloat16", "max_model_len": 256}
-    if devices is None:
-        arguments |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": 32}
-    servers = VllmServers(arguments, 1, devices=devices)
-    sender = WeightSender("nccl" if devices else "gloo", device, torch.bfloat16)
-    vocabulary = load_hf_config({"path": folder}).vocab_size
-    engine = RemoteVllmEngine(
-        servers.urls, max_model_len=256, vocab_size=vocabulary, sender=sender, servers=servers
-    )
-    try:
-        pairs = [(name, tensor.to(device)) for name, tensor in weights(setup)]
-        engine.load_weights(pairs, 1)  # this also makes the group
-        begun = time.perf_counter()
-        engine.load_weights(pairs, 2)
-        size = sum(tensor.nbytes for _, tensor in pairs) / 2**30
-        yield Measurement("weights to a server", time.perf_counter() - begun, f"s for {size:.2f} GiB")
-        killed = [0.0]
-
-        def until_the_middle() -> Iterator[tuple[str, Tensor]]:
-            for number, pair in enumerate(pairs):
-                if number == len(pairs) // 2:
-                    servers.processes[0].kill()
-                    killed[0] = time.perf_counter()
-                yield pair
-
-        notice = "it is not"
-        try:
-            engine.load_weights(until_the_middle(), 3)
-        except EngineUnavailable as error:
-            notice = f"s: {str(error).splitlines()[0][:90]}"
-        yield setup.measurement("a killed server is noticed", time.perf_counter() - killed[0], notice)
-    finally:
-        engine.shutdown()
 
 
 def weights(setup: Setup) -> list[tuple[str, Tensor]]:

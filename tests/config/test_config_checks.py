@@ -8,7 +8,7 @@ import pytest
 
 import verl.config.__main__ as config_program
 from verl.config import SFTConfig, load, load_config, load_sft_config
-from verl.config.checks import check_layout, check_sft_config
+from verl.config.checks import check_config, check_layout, check_sft_config
 from verl.config.compatibility import SFT
 from verl.config.keys import format_value, keys_of
 from verl.config.policy import ROLLOUT
@@ -52,9 +52,9 @@ def test_a_good_configuration_passes(good):
         ("trainer.resume_from_path=/somewhere", "expected resume_mode=from_path"),
         ("trainer.resume_mode=from_path", "not a folder"),
         ("reward_model.retrieval_score=0.1", "main_ppo_format"),
-        (f"{ROLLOUT}.num_processes=2", "where there are none; expected .*name=native .*placement=apart"),
+        (f"{ROLLOUT}.num_processes=2", "where there are none; expected .*placement=apart"),
         (f"{ROLLOUT}.weight_transfer=delta", "nothing takes them; expected ray, or .*placement=apart"),
-        ("trainer.async_training.max_staleness=1", "nothing samples beside training; expected .*name=native"),
+        ("trainer.async_training.max_staleness=1", "nothing samples beside training; expected .*=apart"),
         (
             f"{ROLLOUT}={{name: native, tensor_model_parallel_size: 2}}",
             "a whole model in each process; expected 1",
@@ -64,7 +64,9 @@ def test_a_good_configuration_passes(good):
             "trainer.n_gpus_per_node=1: processes of one node share a model; expected a divisor",
         ),
         (f"{ROLLOUT}.keep_partial=true", "Set for example .*straggler_factor=4"),
-        (f"{ROLLOUT}.vllm.num_servers=2", "where there are no servers; expected .*placement=apart"),
+        (f"{ROLLOUT}.name=remote", "expected both, for example .*name=remote .*urls="),
+        (f"{ROLLOUT}.remote.urls=http://a:1", "expected both, for example .*name=remote"),
+        (f"{ROLLOUT}={{name: remote, remote: {{urls: 'gpu7:8000'}}}}", "expected http://host:port"),
         (f"{ROLLOUT}.vllm.engine_args=3", "expected a dictionary"),
     ],
 )
@@ -74,6 +76,7 @@ def test_a_mistake_says_what_was_found_and_what_to_do(override, words, good):
 
 
 NATIVE_APART = [f"{ROLLOUT}.name=native", f"{ROLLOUT}.placement=apart"]
+APART = f"{ROLLOUT}.placement=apart"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 
 
@@ -84,6 +87,17 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
         (["trainer.async_training.max_staleness=1"], "bypass_mode=true .*or .*rollout_is=token"),
         ([f"{ROLLOUT}.straggler_factor=3"], "group_deadline bounds them"),
         (
+            [
+                f"{ROLLOUT}.vllm.engine_args={{async_scheduling: true}}",
+                "trainer.async_training.recompute_kv=false",
+            ],
+            "schedule a step ahead.*; expected recompute_kv=true, or no async_scheduling",
+        ),
+        (
+            [f"{ROLLOUT}={{name: remote, num_processes: 2, remote: {{urls: 'http://a:1'}}}}"],
+            "servers are shared out to processes; expected at least as many servers",
+        ),
+        (
             ["trainer.async_training.max_staleness=1", BYPASS, "algorithm.adv_estimator=remax"],
             "baseline is a greedy rollout",
         ),
@@ -92,7 +106,9 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 def test_rollouts_ahead_are_refused_where_they_would_go_wrong(overrides, words, good):
     check([*good, *NATIVE_APART])
     check([*good, *NATIVE_APART, f"{ROLLOUT}.weight_transfer=delta"])
-    check([*good, *NATIVE_APART, "trainer.async_training.max_staleness=1", BYPASS])
+    for engine in ("native", "vllm", "auto"):
+        ahead = [f"{ROLLOUT}.name={engine}", APART, "trainer.async_training.max_staleness=1", BYPASS]
+        check_config(load_config([*good, *ahead]))  # whether or not vLLM is here
     with pytest.raises(ValueError, match=words):
         check([*good, *NATIVE_APART, *overrides])
 
@@ -121,28 +137,8 @@ def test_a_missing_package_is_named_with_the_command_and_the_versions(override, 
         check([*good, override])
 
 
-APART = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.placement=apart"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["server_urls=[gpu7:8000]"], "expected http://host:port"),
-        (["server_urls=http://a:1", "num_servers=2"], "expected one or the other"),
-        (["python=/nowhere/bin/python"], "Found no interpreter at"),
-        (["python=python3"], "vLLM is not installed there; run `pip install -c constraints-vllm.txt vllm`"),
-    ],
-)
-def test_servers_apart_are_checked_before_anything_starts(overrides, words, good, tmp_path, monkeypatch):
-    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")  # an interpreter that does not find vLLM
-    (tmp_path / "python3").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(ValueError, match=words):
-        check([*good, *APART, "trainer.device=cpu", *(f"{ROLLOUT}.vllm.{text}" for text in overrides)])
-
-
 def test_servers_that_run_already_need_no_vllm_here(good):
-    check([*good, *APART, f"{ROLLOUT}.vllm.server_urls=['http://a:1','http://b:2']"])
+    check([*good, f"{ROLLOUT}.name=remote", f"{ROLLOUT}.remote.urls=['http://a:1','http://b:2']"])
 
 
 def test_vllm_must_be_installed_where_it_is_to_run(good, tmp_path, monkeypatch):

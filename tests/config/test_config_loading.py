@@ -84,18 +84,6 @@ def test_a_home_folder_is_expanded_wherever_a_path_is_read(monkeypatch):
     assert config.actor_rollout_ref.model.path == config.critic.model.path == "/home/ada/models/x"
 
 
-def test_the_servers_interpreter_is_found_from_any_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    key = "actor_rollout_ref.rollout.vllm.python"
-    for text, expected in (
-        ("envs/vllm/bin/python", f"{tmp_path}/envs/vllm/bin/python"),
-        ("/opt/python", "/opt/python"),
-        ("python3", "python3"),
-        ("null", None),
-    ):
-        assert load_config([f"{key}={text}"]).actor_rollout_ref.rollout.vllm.python == expected
-
-
 def test_a_dictionary_sets_the_keys_in_it_and_leaves_the_others():
     for text in ("{type: adaptive, horizon: 10}", "{type:adaptive,horizon:10}"):
         control = load_config([f"algorithm.kl_ctrl={text}"]).algorithm.kl_ctrl

@@ -60,8 +60,8 @@ def test_few_open_files():
     assert "ulimit -n 256" in line
     (line,) = in_child(lambda: find("open-files", target_of(*TWO_ON_RAY)), limit)
     assert "4096 may be needed" in line and "the administrator" in line
-    apart = target_of("actor_rollout_ref.rollout.placement=apart")
-    assert "2304 may be needed" in in_child(lambda: find("open-files", apart), limit)[0]
+    remote = target_of("actor_rollout_ref.rollout.name=remote")
+    assert "2304 may be needed" in in_child(lambda: find("open-files", remote), limit)[0]
 
 
 def mount(folder: Path, options: str) -> None:

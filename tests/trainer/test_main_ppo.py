@@ -114,26 +114,15 @@ def test_a_mistake_is_one_line_and_nothing_is_started(world, url, tmp_path, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["ends while it starts", "runs nowhere"])
-def test_vllm_servers_that_are_not_there_end_the_run_before_its_first_step(
-    world, url, tmp_path, capsys, server
-):
-    python = tmp_path / "python"  # has vLLM, as it says, but no memory to run it
-    python.write_text("#!/bin/sh\n[ $1 = -c ] && exit 0\necho out of memory; exit 1\n")
-    python.chmod(0o755)
-    where = {"actor_rollout_ref__rollout__vllm__python": python}
-    expected = "ended while it started; the last lines of its log:\nout of memory"
-    if server == "runs nowhere":
-        where = {"actor_rollout_ref__rollout__vllm__server_urls": "http://127.0.0.1:9"}
-        expected = "vLLM server http://127.0.0.1:9 can't be used"
+def test_a_server_that_is_not_there_ends_the_run_before_its_first_step(world, url, tmp_path, capsys):
     line = arguments(
         world,
         url,
         tmp_path / "run",
-        actor_rollout_ref__rollout__name="vllm",
-        actor_rollout_ref__rollout__placement="apart",
-        **where,
+        actor_rollout_ref__rollout__name="remote",
+        actor_rollout_ref__rollout__remote__urls="http://127.0.0.1:9",
     )
+    expected = "server http://127.0.0.1:9 can't be used"
     assert run(line) == 3
     error = capsys.readouterr().err
     assert "error: " in error and expected in error and "Traceback" not in error

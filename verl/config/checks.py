@@ -7,14 +7,12 @@ Checks that ask the estimator or the loss are in `verl.planning.config_validatio
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from verl.config.keys import as_list, check_values, config_error, get_value
 from verl.config.mixture import evals_of, sources_of
-from verl.config.policy import ACTOR, ROLLOUT, Vllm
+from verl.config.policy import ACTOR, ROLLOUT
 from verl.config.schema import Config, SFTConfig
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
@@ -160,10 +158,8 @@ def check_model(key: str, path: str | None) -> None:
 def _check_rollout(config: Config) -> None:
     """Check that the keys of the rollout go together."""
     rollout = config.actor_rollout_ref.rollout
-    vllm = config.actor_rollout_ref.rollout.vllm
     is_apart = rollout.placement == "apart"
     name = f"{ROLLOUT}.name"
-    placement = f"{ROLLOUT}.placement"
     _check_async(config)
     sharing = rollout.tensor_model_parallel_size or 1
     if sharing > 1 and rollout.name == "native":
@@ -174,19 +170,16 @@ def _check_rollout(config: Config) -> None:
     if not is_apart and not is_native and per_node % sharing:
         expected = ": processes of one node share a model; expected a divisor of their number."
         raise config_error(config, f"{ROLLOUT}.tensor_model_parallel_size trainer.n_gpus_per_node", expected)
-    defaults = Vllm()
-    for key in ("python", "num_servers", "server_urls"):
-        if not is_apart and vllm[key] != defaults[key]:
-            expected = f", where there are no servers; expected {name}=vllm {placement}=apart."
-            raise config_error(config, f"{ROLLOUT}.vllm.{key} {placement}", expected)
-    if vllm.server_urls is not None and (vllm.python is not None or vllm.num_servers != 1):
-        keys = f"{ROLLOUT}.vllm.server_urls {ROLLOUT}.vllm.python {ROLLOUT}.vllm.num_servers"
-        raise config_error(
-            config, keys, ": servers run already, or are to be started; expected one or the other."
-        )
-    for url in as_list(vllm.server_urls):
+    urls = f"{ROLLOUT}.remote.urls"
+    if (rollout.name == "remote") != (rollout.remote.urls is not None):
+        expected = f"; expected both, for example {name}=remote {urls}=[http://host:8001]."
+        raise config_error(config, f"{name} {urls}", expected)
+    for url in as_list(rollout.remote.urls):
         if url is not None and not str(url).startswith(("http://", "https://")):
-            raise ValueError(f"Found {ROLLOUT}.vllm.server_urls={url}; expected http://host:port.")
+            raise ValueError(f"Found {urls}={url}; expected http://host:port.")
+    if is_apart and rollout.name == "remote" and len(as_list(rollout.remote.urls)) < rollout.num_processes:
+        expected = ": servers are shared out to processes; expected at least as many servers."
+        raise config_error(config, f"{urls} {ROLLOUT}.num_processes", expected)
     if rollout.keep_partial and rollout.straggler_factor is None:
         keys = f"{ROLLOUT}.keep_partial {ROLLOUT}.straggler_factor"
         expected = f", so no group is ever cut; expected both. Set for example {ROLLOUT}.straggler_factor=4."
@@ -201,33 +194,39 @@ def _check_async(config: Config) -> None:
     block = "trainer.async_training"
     processes = f"{ROLLOUT}.num_processes"
     key = f"{ROLLOUT}.name"
-    is_native_apart = rollout.placement == "apart" and rollout.name == "native"
-    if rollout.num_processes != 1 and not is_native_apart:
-        expected = f", where there are none; expected {key}=native {ROLLOUT}.placement=apart."
-        raise config_error(config, f"{processes} {key} {ROLLOUT}.placement", expected)
+    placement = f"{ROLLOUT}.placement"
+    is_apart = rollout.placement == "apart"
+    if rollout.num_processes != 1 and not is_apart:
+        expected = f", where there are none; expected {placement}=apart."
+        raise config_error(config, f"{processes} {placement}", expected)
     if rollout.weight_transfer != "ray":
         transfer = f"{ROLLOUT}.weight_transfer"
-        if not is_native_apart:
-            expected = f", where nothing takes them; expected ray, or {key}=native {ROLLOUT}.placement=apart."
-            raise config_error(config, f"{transfer} {key} {ROLLOUT}.placement", expected)
+        if not is_apart:
+            expected = f", where nothing takes them; expected ray, or {placement}=apart."
+            raise config_error(config, f"{transfer} {placement}", expected)
         if importlib.util.find_spec("zstandard") is None:
             expected = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
             raise config_error(config, transfer, expected)
-    if is_native_apart and trainer.backend == "local":
-        keys = f"trainer.backend {ROLLOUT}.placement"
+    if is_apart and trainer.backend == "local":
+        keys = f"trainer.backend {placement}"
         raise config_error(config, keys, ": processes apart need backend=ray.")
     for path, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
-        if is_native_apart and rollout[path.rpartition(".")[2]] != value:
+        if is_apart and rollout[path.rpartition(".")[2]] != value:
             expected = f", where a step waits for no group; {block}.group_deadline bounds them instead."
-            raise config_error(config, f"{path} {ROLLOUT}.placement", expected)
+            raise config_error(config, f"{path} {placement}", expected)
+    if rollout.vllm.engine_args.get("async_scheduling") and not trainer.async_training.recompute_kv:
+        keys = f"{block}.recompute_kv {ROLLOUT}.vllm.engine_args"
+        expected = (
+            ", which schedule a step ahead, and nobody knows which weights sample it; expected "
+            "recompute_kv=true, or no async_scheduling."
+        )
+        raise config_error(config, keys, expected)
     if trainer.async_training.max_staleness == 0:
         return
     staleness = f"{block}.max_staleness"
-    if not is_native_apart:
-        expected = (
-            f", where nothing samples beside training; expected {key}=native {ROLLOUT}.placement=apart."
-        )
-        raise config_error(config, f"{staleness} {key} {ROLLOUT}.placement", expected)
+    if not is_apart:
+        expected = f", where nothing samples beside training; expected {placement}=apart."
+        raise config_error(config, f"{staleness} {placement}", expected)
     if algorithm.adv_estimator == "remax":
         expected = ", whose baseline is a greedy rollout with the weights of the step; expected 0."
         raise config_error(config, f"{staleness} algorithm.adv_estimator", expected)
@@ -242,35 +241,19 @@ def _check_async(config: Config) -> None:
 
 
 def check_vllm_installed(config: Config) -> None:
-    """Check that the interpreter that is to run vLLM has it: this one, or the one for servers to start.
+    """Check that this interpreter has vLLM, if the configuration names it.
 
     Raises ValueError if it does not.
     """
     rollout = config.actor_rollout_ref.rollout
-    python = rollout.vllm.python
-    needs_vllm = rollout.name == "vllm" or (rollout.name == "auto" and rollout.placement == "apart")
-    if not needs_vllm or rollout.vllm.server_urls is not None:
+    if rollout.name != "vllm":
         return
-    if python is None:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
-            alternative = (
-                f"{ROLLOUT}.name=native" if rollout.placement == "colocated" else f"{ROLLOUT}.vllm.python"
-            )
-            raise ValueError(
-                f"Found {ROLLOUT}.name={rollout.name}, but vLLM is not installed for this interpreter; run "
-                f"{_INSTALL_VLLM}, or set {alternative}."
-            )
-    elif shutil.which(python) is None:
-        raise ValueError(f"Found no interpreter at {ROLLOUT}.vllm.python={python}; expected one with vLLM.")
-    else:
-        code = "import sys, importlib.util as u; sys.exit(not u.find_spec('vllm'))"
-        answer = subprocess.run([python, "-c", code], cwd="/", capture_output=True, timeout=60, check=False)
-        if answer.returncode != 0:
-            raise ValueError(
-                f"Found {ROLLOUT}.vllm.python={python}, but vLLM is not installed there; run {_INSTALL_VLLM} "
-                "with that interpreter's pip."
-            )
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
+        raise ValueError(
+            f"Found {ROLLOUT}.name=vllm, but vLLM is not installed for this interpreter; run "
+            f"{_INSTALL_VLLM}, or set {ROLLOUT}.name=native."
+        )
 
 
 def _check_losses(config: Config) -> None:

@@ -246,8 +246,8 @@ trainer.algorithm.clip_ratio_c {ACTOR}.clip_ratio_c
 trainer.algorithm.tis_imp_ratio_cap algorithm.rollout_correction.rollout_is_threshold
 generator.backend {ROLLOUT}.name
 generator.n_samples_per_prompt {ROLLOUT}.n_agent
-generator.num_inference_engines {ROLLOUT}.vllm.num_servers
-generator.remote_inference_engine_urls {ROLLOUT}.vllm.server_urls
+generator.num_inference_engines {ROLLOUT}.num_processes
+generator.remote_inference_engine_urls {ROLLOUT}.remote.urls
 generator.inference_engine_tensor_parallel_size {ROLLOUT}.tensor_model_parallel_size
 generator.gpu_memory_utilization {ROLLOUT}.gpu_memory_utilization
 generator.max_num_seqs {ROLLOUT}.max_num_seqs
@@ -285,8 +285,13 @@ RL = CompatibilityTable(
         f"{ROLLOUT}.block_size": "It is 32; of vLLM it is rollout.vllm.engine_args.block_size.",
         f"{ACTOR}.entropy_ctrl.type": "The weight is adaptive when entropy_ctrl.target_entropy is set.",
         f"{ROLLOUT}.vllm.sleep_level": "It is 1, and 2 where the trainer's weights are offloaded.",
-        f"{ROLLOUT}.vllm.weight_transfer": "It is NCCL on CUDA and gloo on CPU; rollouts of the native "
-        f"engine have {ROLLOUT}.weight_transfer.",
+        f"{ROLLOUT}.vllm.weight_transfer": f"Rollouts apart have {ROLLOUT}.weight_transfer.",
+        f"{ROLLOUT}.vllm.server_urls": f"Servers that run already are {ROLLOUT}.name=remote and "
+        f"{ROLLOUT}.remote.urls.",
+        f"{ROLLOUT}.vllm.num_servers": "A run starts no servers: vLLM apart runs in "
+        f"{ROLLOUT}.num_processes processes.",
+        f"{ROLLOUT}.vllm.python": "A run starts no servers: vLLM apart runs in processes of the "
+        "run, with its interpreter.",
         "generator.merge_stepwise_output": "What turns have in common is computed once, always.",
         "algorithm.filter_groups.refill": "No refill is algorithm.filter_groups.max_num_gen_batches=1.",
         "trainer.rollout_pool.nnodes": f"For rollouts apart set {ROLLOUT}.placement=apart.",

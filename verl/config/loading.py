@@ -172,9 +172,6 @@ def _complete(config: Config) -> None:
             and not config.actor_rollout_ref.actor.use_dynamic_bsz
         ):
             set_value(config, f"{name}_per_gpu", max(1, rows // num_replicas(config)))
-    vllm = config.actor_rollout_ref.rollout.vllm
-    if vllm.python is not None and "/" in vllm.python:  # workers may have another working directory
-        vllm.python = str(Path(vllm.python).absolute())
 
 
 def _layers(

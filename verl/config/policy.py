@@ -231,20 +231,30 @@ class Vllm(Block):
     """The keys that only vLLM reads."""
 
     engine_args: dict[str, Any] = key({}, "more of vLLM's arguments, as {kv_cache_dtype: fp8}")
-    python: FilePath | None = key(None, "apart: the servers' interpreter (null: the trainer's)")
-    num_servers: Count = key(1, "apart: servers to start")
-    server_urls: str | list[str] | None = key(None, "apart: servers that run already, http://host:port")
+
+
+@dataclass(slots=True)
+class RemoteServers(Block):
+    """The keys that only name=remote reads."""
+
+    urls: str | list[str] | None = key(None, "servers that run already, http://host:port")
 
 
 @dataclass(slots=True)
 class Rollout(Block):
     """The sampling of trajectories."""
 
-    name: str = key("auto", "native is ours; auto: vllm on CUDA if there is one", "auto native vllm")
-    placement: str = key("colocated", "in each process; apart: processes or vLLM servers", "colocated apart")
-    num_processes: Count = key(1, "apart: processes that sample, with the native engine")
+    name: str = key(
+        "auto",
+        "native is ours; remote: servers that run already; auto: vllm on CUDA if there is one",
+        "auto native vllm remote",
+    )
+    placement: str = key(
+        "colocated", "in each process that trains; apart: in others, ahead of training", "colocated apart"
+    )
+    num_processes: Count = key(1, "apart: processes that sample, each with an engine")
     weight_transfer: str = key(
-        "ray", "native apart: by Ray's store, or files: all of them or what changed", "ray filesystem delta"
+        "ray", "apart: by Ray's store, or files: all of them or what changed", "ray filesystem delta"
     )
     weight_dir: FilePath | None = key(None, "folder of those files, seen by all nodes (null: the run's)")
     anchor_every: Count = key(50, "delta: every so many versions all weights are written")
@@ -262,7 +272,7 @@ class Rollout(Block):
     kv_cache_gb: Positive | None = key(None, "CPU: GiB of KV cache (null: what max_num_seqs need, at most 4)")
     free_cache_engine: bool = key(True, "give the KV cache's memory back while the policy is trained")
     tensor_model_parallel_size: Count | None = key(
-        None, "vLLM: processes (apart: GPUs) that share one model (null: as few as its size asks for)"
+        None, "vLLM: processes (apart: devices) that share one model (null: as few as its size asks for)"
     )
     max_num_batched_tokens: Count = key(8192, "most tokens that one prefill pass takes")
     max_num_seqs: Count = key(1024, "most trajectories decoded at once in one engine")
@@ -279,6 +289,7 @@ class Rollout(Block):
     prompt_length: int = must_follow("data.max_prompt_length", "Set that key.")
     response_length: int = must_follow("data.max_response_length", "Set that key.")
     vllm: Vllm = group(Vllm)
+    remote: RemoteServers = group(RemoteServers)
     block_size: ClassVar[int] = 32  # positions per block of the KV cache
 
 

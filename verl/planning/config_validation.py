@@ -104,7 +104,7 @@ def settings_without_effect(config: Config) -> list[str]:
     if transfer == "ray":
         unread[f"{ROLLOUT}.weight_dir"] = f"no files are written with {ROLLOUT}.weight_transfer=ray."
     if not samples_apart(config):
-        reason = f"nothing samples beside training. Set {ROLLOUT}.name=native {ROLLOUT}.placement=apart."
+        reason = f"nothing samples beside training. Set {ROLLOUT}.placement=apart."
         names = ("in_flight_updates", "recompute_kv", "too_old", "group_deadline", "repeatable")
         unread |= {f"trainer.async_training.{name}": reason for name in names}
     if config.data.mixture is not None:

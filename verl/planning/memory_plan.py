@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl.config import Config, get_value
+from verl.config.keys import as_list
 from verl.planning.cpu_memory import fullest_moment, mapped, while_loading
 from verl.planning.hardware import GIB, Hardware
 from verl.planning.model_memory import Layout, ModelSize, forward_pass, held_memory, size_of, update_pass
@@ -355,16 +356,15 @@ class Plan:
         num_processes = self.layout.num_processes
         reserve = build.CUDA_RESERVE_BYTES
         weights = size.num_parameters * dtype.itemsize
-        if samples_apart(config):  # Each rollout engine has a process of its own, with the whole model.
+        if rollout.name == "remote":  # Servers of others have their own devices.
             return
-        if rollout.placement == "apart":  # A GPU of a server holds its slice of the weights, and a cache.
-            sharing = build.model_parallel_size(rollout, block.model, build.GPUS_OF_A_NODE)
-            shard = weights // sharing
+        if samples_apart(config):  # A GPU of an engine holds its slice of the weights, and a cache.
+            shard = weights // build.devices_per_engine(rollout, block.model, self.hardware.device)
             share = build.gpu_share(rollout, 1, None)
             if on_cuda and shard + reserve >= int(share * load.capacity):
                 self.problems.append(
-                    f"a GPU of the vLLM servers would hold {shard / GIB:.2f} GiB of weights, which leaves no "
-                    "KV cache within actor_rollout_ref.rollout.gpu_memory_utilization="
+                    f"a GPU of the rollout processes would hold {shard / GIB:.2f} GiB of weights, which "
+                    "leaves no KV cache within actor_rollout_ref.rollout.gpu_memory_utilization="
                     f"{share:g} of it"
                 )
             return
@@ -440,12 +440,12 @@ def report(plan: Plan) -> Iterator[str]:
     counts = {use.owner: use.size.num_parameters for use in plan.engines if use.owner != "reference"}
     yield "parameters: " + ", ".join(f"{owner} {count / 1e6:,.1f} M" for owner, count in counts.items())
     yield plan.who_goes_where
-    if samples_apart(config):
-        yield f"rollout processes: {rollout.num_processes}, each with the whole policy and a KV cache"
-    elif rollout.placement == "apart":
-        own_servers = f"{rollout.vllm.num_servers}, started by the run on GPUs that it does not train on"
-        size = build.model_parallel_size(rollout, config.actor_rollout_ref.model, build.GPUS_OF_A_NODE)
-        yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own_servers}"
+    if rollout.name == "remote":
+        yield f"rollouts on servers of others: {', '.join(as_list(rollout.remote.urls))}"
+    elif samples_apart(config):
+        size = build.devices_per_engine(rollout, config.actor_rollout_ref.model, hardware.device)
+        devices = f"{size} devices, over which it is split" if size > 1 else "1 device"
+        yield f"rollout processes: {rollout.num_processes}, each with the policy and a KV cache on {devices}"
     for load in plan.loads:
         yield ""
         yield from _table(load, plan.phases)

@@ -3,8 +3,8 @@
     decide_machine_settings(config)
                        `auto` becomes what is there, `fastest` what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
-                       critic, and the rollout; with rollouts apart a pool of rollout.num_processes for these,
-                       on any nodes
+                       critic, and the rollout; with rollouts apart a pool of rollout.num_processes for
+                       these, on any nodes, each with the devices of one engine
 
 The driver is in no pool: it is the process that was started, or with `python -m verl.rl` an actor of its own
 (orchestrator.py).
@@ -29,6 +29,7 @@ from verl.single_controller.base import ResourcePool
 from verl.single_controller.names import SAMPLER, TRAINER, RunNames
 from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import FASTEST, load_hf_config
+from verl.workers.rollout import build
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RaySession
@@ -65,6 +66,8 @@ class ResourcePoolManager:
     # Whether a process of a pool takes a GPU; None: it does if this machine has one.
     use_gpu: bool | None = None
     num_cpus_per_process: float = 0.25  # of Ray's CPUs, reserved by each process
+    # Pools whose processes hold a rollout engine each, on any nodes -> GPUs of each engine.
+    engine_pools: dict[str, int] = field(default_factory=dict)
     names: RunNames | None = None  # of the run's processes on Ray
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
@@ -75,9 +78,13 @@ class ResourcePoolManager:
             if self.backend == "ray":
                 from verl.single_controller.ray import RayResourcePool
 
-                strategy = "PACK" if name == SAMPLING_POOL else "STRICT_SPREAD"
+                is_of_engines = name in self.engine_pools
                 pool: ResourcePool = RayResourcePool(
-                    process_on_nodes, use_gpu, self.num_cpus_per_process, strategy=strategy
+                    process_on_nodes,
+                    use_gpu,
+                    self.num_cpus_per_process,
+                    gpus_per_process=self.engine_pools.get(name, 1),
+                    strategy="PACK" if is_of_engines else "STRICT_SPREAD",
                 )
             else:
                 pool = ResourcePool(process_on_nodes)
@@ -91,19 +98,27 @@ class ResourcePoolManager:
 
 
 def num_sampling(config: Config | SFTConfig) -> int:
-    """Return how many processes sample with the native engine and do not train.
+    """Return how many processes sample and do not train.
 
     There are 0 if the processes that train also sample.
     """
     if isinstance(config, SFTConfig):
         return 0
     rollout = config.actor_rollout_ref.rollout
-    return rollout.num_processes if rollout.placement == "apart" and rollout.name == "native" else 0
+    return rollout.num_processes if rollout.placement == "apart" else 0
 
 
 def samples_apart(config: Config | SFTConfig) -> bool:
-    """Return whether processes of their own sample, with the native engine."""
+    """Return whether processes of their own sample."""
     return num_sampling(config) > 0
+
+
+def gpus_of_sampling(config: Config | SFTConfig) -> int:
+    """Return how many GPUs the processes that sample and do not train take, if the run is on GPUs."""
+    if isinstance(config, SFTConfig) or not samples_apart(config):
+        return 0
+    block = config.actor_rollout_ref
+    return num_sampling(config) * build.devices_per_engine(block.rollout, block.model, "cuda")
 
 
 def roles_of(passes: Passes) -> list[Role]:
@@ -133,15 +148,19 @@ def build_pools(config: Config, roles: list[Role]) -> ResourcePoolManager:
     """
     spec = {TRAINING_POOL: processes_on_nodes(config)}
     mapping = dict.fromkeys(roles, TRAINING_POOL)
+    engine_pools = {}
     if samples_apart(config):
         spec[SAMPLING_POOL] = [1] * num_sampling(config)
         mapping[Role.Rollout] = SAMPLING_POOL
+        on_gpus = config.trainer.device == "cuda"
+        engine_pools[SAMPLING_POOL] = gpus_of_sampling(config) // num_sampling(config) if on_gpus else 0
     pools = ResourcePoolManager(
         resource_pool_spec=spec,
         mapping=mapping,
         backend=config.trainer.backend,
         use_gpu=config.trainer.device == "cuda",
         num_cpus_per_process=config.trainer.cpus_per_process,
+        engine_pools=engine_pools,
         names=run_names(config),
     )
     pools.create_resource_pool()
@@ -207,7 +226,6 @@ def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:
 def _device(config: Config | SFTConfig) -> str:
     """Return "cuda" or "cpu" for a run that may use GPUs."""
     trainer = config.trainer
-    processes = num_processes(config) + num_sampling(config)
     if trainer.backend == "ray":
         import ray  # a local run does without it
 
@@ -216,13 +234,18 @@ def _device(config: Config | SFTConfig) -> str:
     else:
         num_gpus = torch.cuda.device_count()
         where = "this machine"
+    if num_gpus == 0 and trainer.device == "auto" and num_processes(config) == 1:
+        return "cpu"
+    sampling_gpus = gpus_of_sampling(config)
+    wanted = num_processes(config) + sampling_gpus
     if trainer.device == "auto" and num_processes(config) == 1:
-        return "cuda" if num_gpus >= processes else "cpu"
-    sampling_processes = f" with rollout.num_processes={num_sampling(config)}" if num_sampling(config) else ""
-    if num_gpus < processes:
+        return "cuda" if num_gpus >= wanted else "cpu"
+    if num_gpus < wanted:
+        sampling = f" with rollout.num_processes={num_sampling(config)} ({sampling_gpus} GPUs)"
         raise ValueError(
             f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and "
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{sampling_processes} ask for {processes}. Set "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{sampling * (sampling_gpus > 0)} ask for "
+            f"{wanted}. Set "
             "trainer.n_gpus_per_node, or trainer.device=cpu to train in processes without a GPU."
         )
     return "cpu" if num_gpus == 0 else "cuda"

@@ -25,7 +25,6 @@ from verl.code_server.walls import Limits, NoWalls, choose_walls
 from verl.config import Config
 from verl.config.mixture import sources_of
 from verl.planning.hardware import memory_of_machine, read_text
-from verl.planning.placement import samples_apart
 from verl.preflight.target import (
     Finding,
     Target,
@@ -103,8 +102,7 @@ def find_few_open_files(target: Target) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Ray itself raises the soft limit.
     needed, allowed = (RAY_FILES, hard) if target.needs_ray else (BASE_FILES, soft)
-    is_apart = isinstance(config, Config) and config.actor_rollout_ref.rollout.placement == "apart"
-    if isinstance(config, Config) and is_apart and not samples_apart(config):
+    if isinstance(config, Config) and config.actor_rollout_ref.rollout.name == "remote":
         needed = needed + 2 * config.actor_rollout_ref.rollout.max_num_seqs
         allowed = soft
     if allowed < needed:

@@ -217,10 +217,14 @@ class RolloutEngine(ABC, Generic[Session]):
         max_model_len: Maximum number of tokens of one session, prompt and observations included. A turn that
             reaches it ends with "length".
         vocab_size: All token ids are smaller than this.
+        keeps_kv: Whether sessions go on with the KV state of older weights when new weights are loaded. That
+            is faster, but what they sample then is of neither policy. False means that KV state is computed
+            again. Set it before the first session.
         version: Version of the present weights, or -1 while there are none.
     """
 
     session_class: type[Session]
+    keeps_kv = False
 
     def __init__(self, max_model_len: int, vocab_size: int) -> None:
         self.max_model_len = max_model_len
@@ -366,7 +370,8 @@ class RolloutEngine(ABC, Generic[Session]):
         """Take (Hugging Face name, full tensor) pairs of the whole model as weights `version`.
 
         Sessions stay, with their tokens. KV state of older weights is no longer used, but computed again from
-        the tokens. Turns under way go on with the new weights.
+        the tokens. With `keeps_kv` sessions go on with the KV state that they have, and only sessions that
+        are opened from now on don't use it. Turns under way go on with the new weights.
 
         Raises:
             ValueError: If weights are unknown, missing or wrongly shaped (`lm_head.weight` may be left out

@@ -324,7 +324,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         `param_offload` and colocated rollouts the method leaves it to `generate_sequences`, so that the
         engine holds no device memory before it generates.
         """
-        if self.config.rollout.placement == "apart" or not self.engine.offloads_params:
+        if self.config.rollout.name == "remote" or not self.engine.offloads_params:
             self._load_rollout_weights()
 
     def _load_rollout_weights(self) -> None:
@@ -403,7 +403,7 @@ class ActorRolloutRefWorker(TrainingWorker):
     def _sleep(self, engine: RolloutEngine) -> None:
         """Give the engine's memory on this device to the trainer until the next generation."""
         rollout = self.config.rollout
-        if rollout.placement == "apart" or not (rollout.free_cache_engine or self.engine.offloads_params):
+        if rollout.name == "remote" or not (rollout.free_cache_engine or self.engine.offloads_params):
             return
         # At level 1 vLLM would keep weights in the node's memory, although the next update replaces them.
         # The native engine uses the trainer's own weights, so level 1 is enough unless those are offloaded.

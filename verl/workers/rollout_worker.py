@@ -1,4 +1,4 @@
-"""A process that samples while others train: separate rollouts on the native engine.
+"""A process that samples while others train, on an engine of any kind (verl/sessions/engine_contract.py).
 
     submit(rows of groups) -> thread: TrajectoryService over an engine of its own -> poll: finished rows
     load_weights(version) -> files are read in a thread --between two engine steps-->
@@ -6,6 +6,9 @@
 Calls come in on one thread and leave orders. The loop runs in another thread and takes the orders between two
 engine steps. Orders pass through the thread that reads weights, so an order that follows new weights waits
 for them. Trajectories that are already running continue until the weights are there.
+
+The engine knows nothing of that. Between two of its steps it gets weights, and it goes on with the turns
+under way.
 """
 
 from __future__ import annotations
@@ -37,8 +40,7 @@ from verl.protocol import DataProto
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.workers.fsdp_workers import device_kind
-from verl.workers.rollout.build import EngineRequest, build_rollout_engine
-from verl.workers.rollout.native import NativeEngine
+from verl.workers.rollout.build import EngineRequest, build_rollout_engine, devices_per_engine
 
 JOIN_SECONDS = 10.0
 MEMBER = "member"  # column: the row's number in its group
@@ -73,7 +75,8 @@ class RolloutWorker(Worker):
         self.config = config
         self.agent_factory = agent_factory
         self.settings = settings
-        self.device = self.get_device(device_kind(device))
+        # The servers of a remote engine have the GPUs.
+        self.device = self.get_device("cpu" if config.rollout.name == "remote" else device_kind(device))
         self._orders: SimpleQueue[Job] = SimpleQueue()  # jobs that the loop is to run
         self._bell: Future[None] = Future()  # is set when there is an order
         self._over = threading.Condition()  # guards `_ended` and `_failure`
@@ -102,10 +105,15 @@ class RolloutWorker(Worker):
         path = str(Path(model.path).expanduser())
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         request = EngineRequest(
-            self.device, getattr(torch, dtype), rollout.prompt_length, num_rows, self.rank, self.world_size
+            self.device,
+            getattr(torch, dtype),
+            rollout.prompt_length,
+            num_rows,
+            self.rank,
+            self.world_size,
+            tensor_parallel_size=devices_per_engine(rollout, model, self.device),
         )
         self.engine = build_rollout_engine(rollout, model, request)
-        assert isinstance(self.engine, NativeEngine)
         self.engine.keeps_kv = not self.settings.recompute_kv
         self.agent = self.agent_factory(tokenizer, self.engine)
         self.service = TrajectoryService(self.agent)
@@ -236,6 +244,8 @@ class RolloutWorker(Worker):
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
             self.agent.close()
+            if not self._thread.is_alive():  # otherwise a step of the engine is under way
+                self.engine.shutdown()
         super().close()
 
     def _order(self, run: Job) -> None:
@@ -271,6 +281,8 @@ class RolloutWorker(Worker):
             raise RolloutFailed(f"rollout process {self.rank}: {self._failure}")
 
     def _serve(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with device 0
         try:
             with torch.no_grad():
                 while not self._closing:

@@ -156,7 +156,7 @@ def test_positions_that_native_does_not_turn_are_refused_with_a_word_of_vllm(qwe
         build(qwen)
 
 
-def test_auto_is_vllm_on_cuda_where_it_is_installed_and_for_servers_else_native(monkeypatch):
+def test_auto_is_vllm_on_cuda_where_it_is_installed_else_native(monkeypatch):
     rollout = load_config(["actor_rollout_ref.model.path=x"]).actor_rollout_ref.rollout
     assert rollout.name == "auto"
     for installed, on_cuda in ((None, "native"), (object(), "vllm")):
@@ -164,6 +164,3 @@ def test_auto_is_vllm_on_cuda_where_it_is_installed_and_for_servers_else_native(
         assert engine_name(rollout, "cuda:0") == on_cuda and engine_name(rollout, "cpu") == "native"
     rollout.name = "native"
     assert engine_name(rollout, "cuda") == "native"
-    rollout.name = "auto"
-    rollout.placement = "apart"
-    assert engine_name(rollout, "cpu") == "vllm"

@@ -52,8 +52,8 @@ class RayResourcePool(ResourcePool):
 
     With `strategy="PACK"` the nodes need not be different: all is put where there is room, close together.
     Each process reserves `num_cpus_per_process` of Ray's CPU count (a share, so that a machine of two cores
-    can host several) and, with `use_gpu`, one GPU of its own. `name_prefix` and `max_colocate_count` are
-    verl's and have no effect.
+    can host several) and, with `use_gpu`, `gpus_per_process` GPUs of its own. `name_prefix` and
+    `max_colocate_count` are verl's and have no effect.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class RayResourcePool(ResourcePool):
         use_gpu: bool = False,
         num_cpus_per_process: float = 0.25,
         *,
+        gpus_per_process: int = 1,
         name_prefix: str = "",
         max_colocate_count: int = 1,
         strategy: str = "STRICT_SPREAD",
@@ -69,18 +70,21 @@ class RayResourcePool(ResourcePool):
         super().__init__(process_on_nodes, use_gpu)
         self.strategy = strategy
         self.num_cpus_per_process = num_cpus_per_process
+        self.gpus_per_process = gpus_per_process if use_gpu else 0
 
     def create_placement_group(self) -> PlacementGroup:
         """Reserve one bundle per entry of `process_on_nodes`.
 
         Raises ValueError if the cluster has no room within the timeout.
         """
-        bundles = [
-            {"CPU": self.num_cpus_per_process * count} | ({"GPU": float(count)} if self.use_gpu else {})
-            for count in self.process_on_nodes
-        ]
+        bundles = [{"CPU": self.num_cpus_per_process * count} for count in self.process_on_nodes]
+        if self.gpus_per_process:
+            for bundle, count in zip(bundles, self.process_on_nodes, strict=True):
+                bundle["GPU"] = float(count * self.gpus_per_process)
         group = placement_group(bundles, strategy=self.strategy)
-        demand = f"one node each with {bundles}" if self.strategy == "STRICT_SPREAD" else f"{bundles}"
+        demand = f"one node each with {bundles}"
+        if self.strategy != "STRICT_SPREAD":
+            demand = f"room for each of {bundles}"
         if group.wait(min(_SECONDS_TO_WAIT_SILENTLY, self.timeout_seconds)):
             return group
         print(f"waiting up to {self.timeout_seconds:g} s until the Ray cluster has {demand}", flush=True)
@@ -91,7 +95,8 @@ class RayResourcePool(ResourcePool):
             raise ValueError(
                 f"no room in the Ray cluster after {self.timeout_seconds:g} s: the run needs {demand}, and "
                 f"there are {num_nodes} nodes with {free} free in all. Lower trainer.n_gpus_per_node or "
-                "trainer.nnodes, end what holds the rest, or let others join (scripts/ray_node.sh)."
+                "trainer.nnodes (for rollouts apart: rollout.num_processes), end what holds the rest, or let "
+                "others join (scripts/ray_node.sh)."
             )
         return group
 
@@ -196,7 +201,7 @@ class RayWorkerGroup(WorkerGroup):
                 variables[PROCESS_NAME] = full_name
             actor_cls = ray.remote(RankProcess).options(
                 num_cpus=pool.num_cpus_per_process,
-                num_gpus=1 if pool.use_gpu else 0,
+                num_gpus=pool.gpus_per_process,
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=strategy,

@@ -1,25 +1,25 @@
 """The step from the configuration to a rollout engine: the only place that knows which engines there are.
 
-    rollout.name=native                     NativeEngine         ours: the actor's own weights, one device
-    rollout.name=vllm, placement=colocated  VllmEngine           vLLM in the trainer's process
-    rollout.name=vllm, placement=apart      RemoteVllmEngine     vLLM servers of their own
+    rollout.name=native    NativeEngine        ours, on one device
+    rollout.name=vllm      VllmEngine          vLLM, on one device or split over several
+    rollout.name=remote    RemoteVllmEngine    servers of others
 
-Each engine is imported only when it is asked for, so that a run needs no package of another engine.
+Each of them may live in the processes that train (rollout.placement=colocated) or in processes of its own
+(apart: verl/workers/rollout_worker.py). Each engine is imported only when it is asked for, so that a run
+needs no package of another engine.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from verl.config.keys import as_list
 from verl.config.policy import Policy, Rollout
 from verl.sessions.engine_contract import RolloutEngine
 from verl.workers.engine.loading import DTYPES, load_hf_config
@@ -31,9 +31,9 @@ MIN_SEQUENCES = 128  # so that a small first batch does not make a small engine
 MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where no setting says how much memory is free for the KV cache
 CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache for activations and logits of a step
 FRAGMENTATION = 0.03  # share of a GPU that torch's allocator holds and cannot use
-SHARE_OF_A_SERVER = 0.9  # share of a GPU that nobody trains on, vLLM's own default
+SHARE_APART = 0.9  # share of a GPU that nobody trains on, vLLM's own default
 MAX_WEIGHT_BYTES = 20 << 30  # 16-bit weights on one GPU; a model with more is split
-GPUS_OF_A_NODE = 8  # maximum number of GPUs of one server
+GPUS_OF_A_NODE = 8  # maximum number of GPUs of an engine apart
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class EngineRequest:
             gets have another dtype, or are gathered or merged for it.
         training_bytes: Number of bytes of the GPU that training holds (`taken_beside_rollouts`). None means
             that nobody trains on it.
-        tensor_parallel_size: Number of processes that sample from one model (colocated vLLM).
+        tensor_parallel_size: Number of devices that one model of vLLM is split over. Colocated, they belong
+            to as many processes that train; apart, to processes that vLLM starts.
     """
 
     device: torch.device
@@ -69,32 +70,30 @@ class EngineRequest:
 def engine_name(rollout: Rollout, device: torch.device | str) -> str:
     """Return `rollout.name`, or the name of the engine that `auto` stands for.
 
-    `auto` means vllm on CUDA and for servers apart, and native on CPU. On CUDA without vLLM it means native.
+    `auto` means vllm on CUDA and native on CPU. On CUDA without vLLM it means native.
 
     Args:
         rollout: The rollout block of the configuration.
-        device: The device that trains: "cpu", "cuda" or "cuda:N".
+        device: The device of the engine: "cpu", "cuda" or "cuda:N".
     """
     if rollout.name != "auto":
         return str(rollout.name)
-    if rollout.placement == "apart":
-        return "vllm"
     if torch.device(device).type == "cpu":
         return "native"
     return "vllm" if importlib.util.find_spec("vllm") is not None else "native"
 
 
 def model_parallel_size(rollout: Rollout, model: Policy, num_available: int) -> int:
-    """Return the number of processes (or GPUs, for servers apart) that share one model of vLLM.
+    """Return the number of processes (or devices, for rollouts apart) that share one model of vLLM.
 
     This is `tensor_model_parallel_size`. If that is null, it is the smallest number that divides
     `num_available` and the attention heads and leaves at most MAX_WEIGHT_BYTES of weights to each process
-    (twice as many for servers apart). If none does, it is the largest of these divisors.
+    (twice as many for rollouts apart). If none does, it is the largest of these divisors.
 
     Args:
         rollout: The rollout block of the configuration.
         model: The model block of the configuration.
-        num_available: Number of processes or GPUs that are available.
+        num_available: Number of processes or devices that are available.
     """
     if rollout.tensor_model_parallel_size is not None:
         return rollout.tensor_model_parallel_size
@@ -108,6 +107,20 @@ def model_parallel_size(rollout: Rollout, model: Policy, num_available: int) -> 
     divisor = math.gcd(num_available, text.num_attention_heads)
     sizes = [n for n in range(1, divisor + 1) if divisor % n == 0 and (heads % n == 0 or n % heads == 0)]
     return next((size for size in sizes if num_bytes <= size * limit), sizes[-1])
+
+
+def devices_per_engine(rollout: Rollout, model: Policy, device: torch.device | str) -> int:
+    """Return the number of devices that each engine apart takes, or 0 if servers of others have them.
+
+    Args:
+        rollout: The rollout block of the configuration.
+        model: The model block of the configuration.
+        device: "cpu" or "cuda", where the engine runs.
+    """
+    name = engine_name(rollout, device)
+    if name == "vllm":
+        return model_parallel_size(rollout, model, GPUS_OF_A_NODE)
+    return 0 if name == "remote" else 1
 
 
 def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
@@ -128,11 +141,14 @@ def build_rollout_engine(rollout: Rollout, model: Policy, request: EngineRequest
 
     Raises:
         ValueError: If the engine can't run this model, or not within its memory.
-        EngineUnavailable: If servers did not start or don't answer.
+        EngineUnavailable: If a server does not answer.
     """
     max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_sessions)
     model_config = load_hf_config(model)
-    if engine_name(rollout, request.device) == "native":
+    name = engine_name(rollout, request.device)
+    if name == "remote":
+        return _remote_engine(rollout, model_config, request)
+    if name == "native":
         from verl.workers.rollout.native import NativeEngine
         from verl.workers.rollout.native.architecture import ModelSpec
 
@@ -146,19 +162,18 @@ def build_rollout_engine(rollout: Rollout, model: Policy, request: EngineRequest
             max_prefill_tokens=rollout.max_num_batched_tokens,
             block_size=rollout.block_size,
         )
-    arguments = _vllm_arguments(rollout, model, model_config, request)
-    if rollout.placement == "apart":
-        return _vllm_apart(rollout, model_config, arguments, request)
     from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
-    return VllmEngine(**arguments)
+    arguments = _vllm_arguments(rollout, model, model_config, request)
+    is_apart = rollout.placement == "apart"
+    return VllmEngine(**arguments, worker_processes=is_apart and request.tensor_parallel_size > 1)
 
 
 def gpu_share(rollout: Rollout, total: int, training_bytes: int | None) -> float:
     """Return the share of a GPU that the engine may take.
 
     This is `gpu_memory_utilization`. If that is null, it is the share that training leaves, or
-    SHARE_OF_A_SERVER where nobody trains.
+    SHARE_APART where nobody trains.
 
     Args:
         rollout: The rollout block of the configuration.
@@ -171,7 +186,7 @@ def gpu_share(rollout: Rollout, total: int, training_bytes: int | None) -> float
     if rollout.gpu_memory_utilization is not None:
         return rollout.gpu_memory_utilization
     if rollout.placement == "apart" or training_bytes is None:
-        return SHARE_OF_A_SERVER
+        return SHARE_APART
     return max(0.0, 1 - FRAGMENTATION - (training_bytes + CUDA_RESERVE_BYTES) / total)
 
 
@@ -233,8 +248,6 @@ def _vllm_arguments(
     """
     max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_sessions)
     tensor_parallel_size = request.tensor_parallel_size
-    if rollout.placement == "apart":
-        tensor_parallel_size = model_parallel_size(rollout, model, GPUS_OF_A_NODE)
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": str(request.dtype).removeprefix("torch."),
@@ -283,60 +296,28 @@ def _vllm_arguments(
     return arguments | rollout.vllm.engine_args
 
 
-def _vllm_apart(
-    rollout: Rollout, model_config: PretrainedConfig, arguments: dict[str, Any], request: EngineRequest
-) -> RolloutEngine:
-    """Build the engine on vLLM servers, which rank 0 starts if the configuration names none.
+def _remote_engine(rollout: Rollout, model_config: PretrainedConfig, request: EngineRequest) -> RolloutEngine:
+    """Build the engine on servers that run already.
 
-    All ranks use the servers and send them weights. On GPUs with Ray the servers go wherever the cluster has
-    free GPUs, otherwise to those of this machine.
+    Processes that train share all servers. Each process that samples apart has its share of them.
     """
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-    from verl.workers.rollout.vllm.server import VllmServers
     from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
-    vllm = rollout.vllm
-    servers: Any = None
-    problem: Exception | None = None
-    urls = [vllm.server_urls] if isinstance(vllm.server_urls, str) else vllm.server_urls
-    if not urls:
-        if request.rank == 0:
-            python = vllm.python or sys.executable
-            ray = sys.modules.get("ray")
-            try:
-                if request.device.type == "cuda" and ray is not None and ray.is_initialized():
-                    from verl.workers.rollout.vllm.ray_servers import RayServers
-
-                    servers = RayServers(arguments, vllm.num_servers, python)
-                else:
-                    devices = other_devices(request.device)
-                    servers = VllmServers(arguments, vllm.num_servers, python, devices)
-            except (ValueError, RuntimeError, OSError) as error:
-                problem = error  # the other ranks wait for the broadcast and have to learn of it
-        urls = servers.urls if servers else []
-        if request.world_size > 1:
-            from_rank_0: list[Any] = [urls, problem]
-            dist.broadcast_object_list(from_rank_0, src=0)
-            urls, problem = from_rank_0
-        if problem is not None:  # raised on every rank, so that the first one to be reported has the reason
-            raise problem
+    urls = as_list(rollout.remote.urls)
+    rank = request.rank
+    world_size = request.world_size
+    if rollout.placement == "apart":
+        urls = urls[rank::world_size]
+        rank = 0
+        world_size = 1
     backend = "nccl" if request.device.type == "cuda" else "gloo"
     return RemoteVllmEngine(
-        list(urls),
+        urls,
         max_model_len=request.max_model_len,
         vocab_size=model_config.get_text_config().vocab_size,
         sender=WeightSender(backend, request.device, request.dtype),
-        servers=servers,  # the engine ends them, also if it can't start
-        rank=request.rank,
-        world_size=request.world_size,
+        rank=rank,
+        world_size=world_size,
         max_requests=max(rollout.max_num_seqs, request.num_sessions),
     )
-
-
-def other_devices(device: torch.device) -> list[str] | None:
-    """Return the CUDA devices that this process sees and does not train on, or None on CPU."""
-    if device.type == "cpu":
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    return [name for index, name in enumerate(names) if index != device.index]

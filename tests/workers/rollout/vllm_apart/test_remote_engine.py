@@ -48,7 +48,7 @@ def test_requests_leave_nothing_to_the_servers_defaults(start):
     body = server.requests[0]
     assert body["prompt"] == [1, 2] and body["max_tokens"] == 6
     assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 0.9, 40, 0.0)
-    assert body["vllm_xargs"] == {"session_seed": (1 << 64) - 1}
+    assert body["vllm_xargs"] == {"session_seed": (1 << 64) - 1, "draw_offset": -2}
     assert body["stop_token_ids"] == [4, 9] and body["ignore_eos"] is True
     assert body["repetition_penalty"] == 1.0 and body["return_token_ids"] is True and body["logprobs"] == 1
 

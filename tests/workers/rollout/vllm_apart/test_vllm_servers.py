@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from started_servers import StartedServers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl.sessions.engine_contract import SamplingParams
 from verl.sessions.stop import _byte_level_alphabet
 from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
 pytestmark = [
@@ -66,13 +65,12 @@ class Stack:
         engine_args = {"model": str(folder), "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 32}
         engine_args |= {"kv_cache_memory_bytes": 64 << 20, "block_size": 32, "enforce_eager": True}
         engine_args |= {"tensor_parallel_size": WORKERS[kind]}
-        self.servers = VllmServers(engine_args, NUM_SERVERS[kind], timeout=300.0)
+        self.servers = StartedServers(engine_args, NUM_SERVERS[kind], folder)
         self.engine = RemoteVllmEngine(
             self.servers.urls,
             max_model_len=LENGTH,
             vocab_size=VOCABULARY,
             sender=WeightSender("gloo", CPU, torch.float32),
-            servers=self.servers,
         )
         self.update(make_model(kind, seed=1))
 
@@ -99,25 +97,10 @@ def stacks(tmp_path_factory):
     with ThreadPoolExecutor() as pool:
         started = {kind: pool.submit(Stack, kind, tmp_path_factory.mktemp(kind)) for kind in NUM_SERVERS}
     found = {kind: future.result() for kind, future in started.items()}
-    groups = [p._process.pid for stack in found.values() for p in stack.servers.processes]
     yield found
     for stack in found.values():
         stack.engine.shutdown()
-    deadline = time.monotonic() + 10
-    while any(group in groups for group in living_groups()):
-        assert time.monotonic() < deadline, "a server's process is left"
-        time.sleep(0.05)
-
-
-def living_groups():
-    """Process groups of all processes that have not ended."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, group = path.read_text().rsplit(")", 1)[1].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state not in "ZX":
-            yield int(group)
+        stack.servers.close()
 
 
 @pytest.fixture
@@ -176,7 +159,7 @@ def test_sessions_of_a_killed_server_go_on_at_the_other_and_updates_too(tied):
     prompts = prompts_of(8, seed=9, longest=40)
     ids = begin(tied, prompts)
     at_first = tied.engine._sessions[ids[0]].server.url
-    next(process for process in tied.servers.processes if process.url == at_first).kill()
+    tied.servers.kill(at_first)
     found = tied.drain()
     for session_id, prompt in zip(ids, prompts, strict=True):
         assert_greedy(tied.model, prompt, found[session_id])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm_models import (
+    KV_BYTES,
     VOCAB,
     generate,
     log_probs_of,
@@ -17,10 +19,12 @@ from vllm_models import (
     random_prompts,
     reference_logits,
     run,
+    write_config,
 )
 
 from verl.sessions.engine_contract import Completion, RolloutEngine, SamplingParams
 from verl.sessions.stop import StopCondition
+from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 Get = Callable[..., Any]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -132,6 +136,78 @@ def test_new_weights_in_the_middle_of_turns_leave_no_stale_state(engine_for: Get
     with pytest.raises(ValueError, match="missing weights"):
         engine.load_weights([], 3)
     assert engine.version == -1  # its owner sends them again
+
+
+def test_kv_state_of_older_weights_is_kept_for_the_turns_under_way_alone(engine_for: Get) -> None:
+    engine, old = loaded(engine_for)
+    new = make_model("qwen3-tied", seed=1)
+    prompts = [prompt + list(range(40)) for prompt in random_prompts(6, seed=4)]
+    exact = greedy(new, prompts[0] + greedy(old, prompts[0], 5), 7)
+    engine.keeps_kv = True
+    try:
+        ids = [engine.open(prompt, GREEDY) for prompt in prompts]
+        for _ in range(5):
+            engine.step()
+        before = engine.stats()
+        engine.load_weights(new.named_parameters(), 2)
+        late = [engine.open(prompt, GREEDY) for prompt in prompts]
+        ended = run(engine)
+        after = engine.stats()
+    finally:
+        engine.keeps_kv = False
+    prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
+    assert prefilled == sum(map(len, prompts)) and after["preemptions"] == before["preemptions"]
+    for session_id, late_id, prompt in zip(ids, late, prompts, strict=True):
+        assert ended[session_id].token_ids[:5] == greedy(old, prompt, 5)
+        assert (ended[session_id].version_first, ended[session_id].version_last) == (1, 2)
+        assert ended[late_id].token_ids == greedy(new, prompt, 12)
+    (logits,) = reference_logits(new, [prompts[0] + ended[ids[0]].token_ids[:5]], [exact])
+    computed_again = log_probs_of(logits, exact)
+    assert ended[ids[0]].log_probs[5:] != pytest.approx(computed_again, abs=1e-4)
+    close_all(engine, ids + late)
+
+
+def test_a_session_that_goes_on_from_another_ones_tokens_draws_the_numbers_behind_it(engine_for: Get) -> None:
+    engine, _ = loaded(engine_for)
+    prompts = random_prompts(8, seed=6)
+    whole = [SamplingParams(12, seed=seed) for seed in range(8)]
+    expected = generate(engine, prompts, whole)
+    begun = [[*prompt, *c.token_ids[:5]] for prompt, c in zip(prompts, expected, strict=True)]
+    rest = [SamplingParams(7, seed=seed, drawn_before=5) for seed in range(8)]
+    found = generate(engine, begun, rest)
+    assert [c.token_ids for c in found] == [c.token_ids[5:] for c in expected]
+    anew = [SamplingParams(12, seed=seed, drawn_before=12) for seed in range(8)]
+    in_a_new_context = generate(engine, prompts, anew)
+    for one, other in zip(in_a_new_context, expected, strict=True):
+        assert one.token_ids != other.token_ids  # the same positions, and other numbers
+
+
+def test_processes_that_vllm_starts_sample_as_one_that_has_the_whole_model(
+    engine_for: Get, tmp_path: Path
+) -> None:
+    whole = engine_for("two-heads")
+    split = VllmEngine(
+        write_config("two-heads", tmp_path), tensor_parallel_size=2, worker_processes=True,
+        max_num_seqs=16, max_model_len=128, kv_cache_memory_bytes=KV_BYTES // 2,
+    )  # fmt: skip
+    try:
+        prompts = random_prompts(12, seed=7)
+        params = [SamplingParams(10, seed=seed, temperature=1.2, top_k=20) for seed in range(12)]
+        for version in (1, 2):
+            model = make_model("two-heads", seed=version)
+            for engine in (whole, split):
+                engine.load_weights(model.named_parameters(), version)
+            expected, found = (generate(engine, prompts, params) for engine in (whole, split))
+            assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+            for one, other in zip(found, expected, strict=True):
+                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+                assert one.model_log_probs == pytest.approx(other.model_log_probs, abs=1e-4)
+                assert one.version_first == version
+        with pytest.raises(ValueError, match="missing weights"):
+            split.load_weights([], 3)
+    finally:
+        split.shutdown()
+    assert not list(Path("/dev/shm").glob("rollout-weights-*"))
 
 
 def test_sleep_in_the_middle_of_turns_changes_no_token(engine_for: Get) -> None:

@@ -36,13 +36,9 @@ class NativeEngine(RolloutEngine[NativeSession]):
     Attributes:
         max_num_seqs: Maximum number of sessions that run at a time.
         num_blocks: Number of blocks of the KV pool.
-        keeps_kv: Whether sessions go on with the KV state of older weights when new weights are loaded. That
-            is faster, but what they sample then is of neither policy. False means that KV state is computed
-            again.
     """
 
     session_class = NativeSession
-    keeps_kv = False
 
     def __init__(
         self,

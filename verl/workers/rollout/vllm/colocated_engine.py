@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process as a `RolloutEngine` (verl/sessions/engine_contract.py).
+"""vLLM in this process, which trains or samples, as a `RolloutEngine` (verl/sessions/engine_contract.py).
 
     open/resume -> request with all tokens so far -> vLLM's scheduler -> step(): one token each
                                                                            |
@@ -9,13 +9,14 @@ This engine is exact where vLLM by itself is not:
 - A stop string ends a turn at the token that completes it. It is matched on the bytes of tokens
   (`verl/sessions/stop.py`), while vLLM looks at detokenised text, which leaves special tokens out and waits
   for whole characters.
-- Random numbers belong to (seed, position) (`sampler.py`).
+- Random numbers belong to (seed, number of tokens drawn with it) (`sampler.py`).
 - After new weights no KV state of older ones is used, and nothing derived from them is left
   (`weight_transfer.py`).
 
 Several processes may share one model (tensor parallelism). Each has vLLM's scheduler and its slice of the
 weights. The first of them leads: it alone has sessions, and before each step it tells the others what it has
-given to vLLM since the last one. vLLM decides by that alone, so all run the same batches.
+given to vLLM since the last one. vLLM decides by that alone, so all run the same batches. In a process that
+only samples vLLM itself starts the processes that share a model (`worker_processes`).
 """
 
 from __future__ import annotations
@@ -31,17 +32,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.sessions.engine_contract import Completion, RolloutEngine, RolloutSession, SamplingParams
+from verl.sessions.engine_contract import (
+    Completion,
+    RolloutEngine,
+    RolloutSession,
+    SamplingParams,
+    checked_weights,
+)
 from verl.utils.device import HostCopy
-from verl.workers.rollout.vllm import SESSION_SEED, check_supported
+from verl.workers.rollout.vllm import check_supported, sampling_arguments
 from verl.workers.rollout.vllm import start as vllm_process
+from verl.workers.rollout.vllm.weight_transfer import expected_shapes, weights_in_memory
 
 
 @dataclass(eq=False)
 class VllmSession(RolloutSession):
-    """A trajectory and, while a turn is under way, vLLM's own record of its request."""
+    """A trajectory and, while a turn is under way, vLLM's own record of its request.
+
+    Attributes:
+        request: vLLM's record.
+        cache_salt: With `keeps_kv` the version of the weights at which the session was opened. Sessions find
+            only KV state of others with the same salt.
+    """
 
     request: Any = None
+    cache_salt: str | None = None
 
     @property
     def request_id(self) -> str:
@@ -60,7 +75,13 @@ class VllmEngine(RolloutEngine[VllmSession]):
     session_class = VllmSession
 
     def __init__(
-        self, model: str | Path, *, max_model_len: int, tensor_parallel_size: int = 1, **engine_args: Any
+        self,
+        model: str | Path,
+        *,
+        max_model_len: int,
+        tensor_parallel_size: int = 1,
+        worker_processes: bool = False,
+        **engine_args: Any,
     ) -> None:
         """Start vLLM with random weights. `load_weights` comes before the first step.
 
@@ -70,6 +91,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
             tensor_parallel_size: Number of processes that share the model, neighbours among
                 torch.distributed's ranks. All of them make this engine and call its methods, except for those
                 of sessions and `step`.
+            worker_processes: Whether vLLM starts the processes that share the model, on this machine. They
+                are none of torch.distributed's, and this process alone makes the engine.
             engine_args: Arguments of vLLM's `EngineArgs`. Without kv_cache_memory_bytes the KV cache takes
                 what `gpu_memory_utilization` leaves (CUDA), or what vLLM takes by itself (CPU, where
                 VLLM_CPU_KVCACHE_SPACE in the environment takes precedence over both).
@@ -80,7 +103,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
                 tensor_parallel_size.
         """
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
-        if num_processes % tensor_parallel_size:
+        if not worker_processes and num_processes % tensor_parallel_size:
             raise ValueError(
                 f"tensor_model_parallel_size={tensor_parallel_size}, and {num_processes} processes train; "
                 "expected a divisor of their number"
@@ -88,15 +111,18 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._keep_process_group = dist.is_initialized()
         arguments = {"model": str(model), "max_model_len": max_model_len}
         arguments |= {"tensor_parallel_size": tensor_parallel_size}
-        self._llm: Any = vllm_process.start(arguments | engine_args)
+        self._llm: Any = vllm_process.start(arguments | engine_args, worker_processes=worker_processes)
         from vllm.distributed import get_tp_group
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
-        self._sharing = get_tp_group() if tensor_parallel_size > 1 else None
+        self._worker_processes = worker_processes
+        self._sharing = get_tp_group() if tensor_parallel_size > 1 and not worker_processes else None
         self._orders: list[tuple[str, Any]] = []  # for the other processes that share the model
         self._llm.collective_rpc("rollout_install_sampler")
-        (self._sampler,) = self._llm.collective_rpc(lambda worker: worker.model_runner.sampler)
+        self._sampler: Any = None  # the sampler of this process, which gives both log-probs
+        if not worker_processes:
+            (self._sampler,) = self._llm.collective_rpc(lambda worker: worker.model_runner.sampler)
         _allocate_only_at_block_edges(self._scheduler)
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._requests: dict[str, VllmSession] = {}
@@ -114,8 +140,10 @@ class VllmEngine(RolloutEngine[VllmSession]):
     def _queue(self, session: VllmSession) -> None:
         from vllm.inputs import tokens_input
 
-        prompt = tokens_input(session.tokens.tolist())
-        params = vllm_params(session.params, session.limit)
+        if session.turn == 1 and self.keeps_kv:
+            session.cache_salt = str(self.version)
+        prompt = tokens_input(session.tokens.tolist(), cache_salt=session.cache_salt)
+        params = vllm_params(session, num_log_probs=1 if self._worker_processes else None)
         request = self._llm.input_processor.process_inputs(session.request_id, prompt, params, ("generate",))
         self._call_core("add_request", request)
         session.request = self._scheduler.requests[session.request_id]
@@ -142,12 +170,16 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._broadcast_orders(steps=True)
         # vLLM would make request outputs of these, which costs the host more time than all that happens here.
         outputs = self._llm.engine_core.get_output().outputs
-        self._take_step()
-        drawn = dict(zip(self._names, self._drawn.get().T.tolist(), strict=True))
+        if self._worker_processes:
+            log_probs = {output.request_id: output.new_logprobs.logprobs[0].tolist() for output in outputs}
+        else:
+            self._take_step()
+            drawn = self._drawn.get()[1:].T.tolist()
+            log_probs = dict(zip(self._names, drawn, strict=True))
         for output in outputs:
             session = self._requests[output.request_id]
             (token_id,) = output.new_token_ids
-            _, log_prob, model_log_prob = drawn[output.request_id]
+            log_prob, model_log_prob = log_probs[output.request_id]
             if not (math.isfinite(log_prob) and math.isfinite(model_log_prob)):
                 raise RuntimeError(
                     f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
@@ -245,11 +277,18 @@ class VllmEngine(RolloutEngine[VllmSession]):
     # ---- weights and memory ----
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if not self.keeps_kv or self.version < 0:
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self.version = -1
-        self._llm.reset_prefix_cache(reset_running_requests=True)
         if self._asleep == 2 and not self._on_cpu:
             self._llm.wake_up(["weights"])
-        self._llm.collective_rpc("rollout_load_weights", args=(weights,))
+        if self._worker_processes:
+            model_config = self._llm.model_config
+            shapes = expected_shapes(model_config.hf_config, model_config.trust_remote_code)
+            with weights_in_memory(checked_weights(weights, shapes)) as file:
+                self._llm.collective_rpc("rollout_load_file", args=(str(file),))
+        else:
+            self._llm.collective_rpc("rollout_load_weights", args=(weights,))
         self.version = version
 
     def sleep(self, level: int = 1) -> int:
@@ -340,22 +379,28 @@ def _allocate_only_at_block_edges(scheduler: Any) -> None:
     manager.allocate_slots = allocate_slots
 
 
-def vllm_params(params: SamplingParams, limit: int) -> Any:
-    """Return the turn's parameters in the terms of vLLM.
+def vllm_params(session: RolloutSession, num_log_probs: int | None = None) -> Any:
+    """Return the parameters of a session's turn in the terms of vLLM.
 
     The request returns token ids as they are sampled, with two log-probs each (see `sampler.py`). vLLM ends
     it at an eos token or the limit. Stop strings are matched here, on the bytes of whole tokens.
+
+    Args:
+        session: The session, whose turn is set up.
+        num_log_probs: 1 if the log-probs are to come as vLLM's answer, otherwise None.
     """
     from vllm import SamplingParams as VllmSamplingParams
 
+    params = session.params
     return VllmSamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
         min_p=params.min_p,
-        max_tokens=limit,
+        max_tokens=session.limit,
+        logprobs=num_log_probs,
         stop_token_ids=None if params.ignore_eos else sorted(params.eos_token_ids),
         ignore_eos=True,
         detokenize=False,
-        extra_args={SESSION_SEED: params.seed},
+        extra_args=sampling_arguments(session),
     )

@@ -1,4 +1,4 @@
-"""Rollouts on vLLM servers of their own: `RolloutEngine` (verl/sessions/engine_contract.py) over HTTP.
+"""Rollouts on vLLM servers that run already: `RolloutEngine` (verl/sessions/engine_contract.py) over HTTP.
 
     owner's thread:  open, resume, close, step, load_weights
                           |  turns             ^  turns that ended (a queue)
@@ -10,8 +10,8 @@ vLLM has no sessions. A session here is its token ids; each turn is a request wi
 same server, whose prefix cache makes the next turn cheap. What ends a turn is decided here, on the tokens as
 they arrive; what a server sent beyond is dropped. So a turn can be broken off at any token and go on, there
 or at another server, from the tokens that it has: that is how it lives through new weights, and through the
-end of a server. The random numbers of a token depend on the session's seed and its position alone
-(`sampler.py`), so that such a break changes nothing.
+end of a server. The random numbers of a token depend on the session's seed and on how many tokens were drawn
+with it alone (`sampler.py`), so that such a break changes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from verl.sessions.engine_contract import (
     SamplingParams,
 )
 from verl.workers.rollout.vllm import check_supported
-from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.server_client import (
     RequestRefused,
     ServerClient,
@@ -84,7 +83,6 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         max_model_len: int,
         vocab_size: int,
         sender: WeightSender,
-        servers: VllmServers | None = None,
         rank: int = 0,
         world_size: int = 1,
         max_requests: int = 1024,
@@ -92,19 +90,17 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         """Connect to servers at base addresses, "http://host:port", which must allow `max_model_len` tokens
         in a sequence.
 
-        sender: brings new weights to this process's share of the servers. servers: those that were started
-        for this engine: ended by `shutdown`, and quoted in errors. rank, world_size: of this process among
-        those that share the servers, all of torch.distributed's; they begin with different ones.
+        sender: brings new weights to this process's share of the servers. rank, world_size: of this process
+        among those that share the servers, all of torch.distributed's; they begin with different ones.
         max_requests: most requests in flight.
 
         Raises ValueError for no address, or a server that does not fit, EngineUnavailable if one does not
         answer.
         """
         if not server_urls:
-            raise ValueError("server_urls is empty; rollouts apart need at least one vLLM server")
+            raise ValueError("rollout.remote.urls is empty; name=remote needs at least one server")
         super().__init__(max_model_len, vocab_size)
         self._sender = sender
-        self._servers = servers
         self._rank = rank
         self._world_size = world_size
         self._under_way: set[int] = set()  # sessions whose present turn `step` has not returned yet
@@ -114,7 +110,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         self._ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-rollout", daemon=True)
-        self._pool = ServerPool(server_urls, servers)
+        self._pool = ServerPool(server_urls)
         self._room = asyncio.Semaphore(max_requests)
         self._thread.start()
         try:
@@ -239,12 +235,10 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         return super().stats() | now | self._server_metrics
 
     def shutdown(self) -> None:
-        """End requests, thread, transfer groups, and the servers that were started for this engine."""
+        """End requests, thread and transfer groups. The servers run on."""
         if self._loop.is_closed():
             return
         with ExitStack() as stack:  # from below: each is done whatever the one before comes to
-            if self._servers is not None:
-                stack.callback(self._servers.close)
             stack.callback(self._sender.close)
             stack.callback(self._loop.close)
             stack.callback(self._thread.join)
@@ -315,7 +309,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         A turn that ends is handed out at once: the task may be cancelled whenever it waits.
         """
         left = session.limit - len(session.log_probs)
-        body = completion_body(self._pool.model_name, session.tokens, session.params, left)
+        body = completion_body(self._pool.model_name, session, left)
         reason: str | None = None
         chunks = server.complete(body)
         try:

@@ -1,13 +1,14 @@
 """The sampler of vLLM's V1 runner in our engines: the native engine's own, in the place of vLLM's.
 
-    logits of the batch, its requests -> uniform(seed, position) of each row -> `draw` -> token, two log-probs
+    logits of the batch, its requests -> uniform(seed, k) of each row -> `draw` -> token, two log-probs
 
 A session's next turn is a new request. vLLM would seed its generator anew and repeat the numbers of the turn
 before. It would also draw row by row, with a generator on the host for each. Here a row's number is a hash of
-the session's seed (`extra_args={"session_seed": ...}`) and of the position of the token to come, computed for
-all rows at once. A drawn token depends on these two alone, and not on the batch, on how the session was cut
-into requests, or on preemption. Of a request's parameters only temperature, top-k, top-p and min-p are used.
-A request without a seed gets a hash of its name, the same in all workers.
+the session's seed and of k, the number of tokens that were drawn with it before, computed for all rows at
+once. k is the number of the sequence's tokens plus the request's `draw_offset` (`sampling_arguments`). A
+drawn token depends on these two alone, and not on the batch, on how the session was cut into requests, or on
+preemption. Of a request's parameters only temperature, top-k, top-p and min-p are used. A request without a
+seed gets a hash of its name, the same in all workers, and counts positions.
 
 There are two log-probs: that of the distribution that was sampled from, and that of the model itself
 (temperature 1, no truncation). They are kept in `steps` for an engine in this process. Requests with
@@ -32,7 +33,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from verl.utils.device import HostCopy
 from verl.workers.rollout.sampler import SamplingRows, draw_in_pieces, uniforms
-from verl.workers.rollout.vllm import SESSION_SEED
+from verl.workers.rollout.vllm import DRAW_OFFSET, SESSION_SEED
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -58,9 +59,10 @@ class SessionSampler(Sampler):
         names = self._batch.req_ids[: len(logits)]
         if names != self._names:
             self._names = names
-            self._rows, self._seeds = _choices({name: self._requests[name].sampling_params for name in names})
-        positions = self._batch.num_tokens_no_spec[: len(names)].astype(np.uint64)
-        self._rows.uniform = uniforms(self._seeds, positions)
+            requests = {name: self._requests[name].sampling_params for name in names}
+            self._rows, self._seeds, self._offsets = _choices(requests)
+        num_tokens = self._batch.num_tokens_no_spec[: len(names)].astype(np.int64)
+        self._rows.uniform = uniforms(self._seeds, (num_tokens + self._offsets).astype(np.uint64))
         tokens, sampled_from, model_log_probs = draw_in_pieces(logits, self._rows)
         answer = None
         if sampling_metadata.max_num_logprobs:
@@ -74,8 +76,8 @@ class SessionSampler(Sampler):
         return SamplerOutput(tokens.to(torch.int32)[:, None], answer)
 
 
-def _choices(requests: dict[str, Any]) -> tuple[SamplingRows, np.ndarray]:
-    """Return the rows' sampling choices, and their seeds as uint64 [A].
+def _choices(requests: dict[str, Any]) -> tuple[SamplingRows, np.ndarray, np.ndarray]:
+    """Return the rows' sampling choices, their seeds as uint64 [A] and their offsets as int64 [A].
 
     Args:
         requests: vLLM's sampling parameters by the names of the requests.
@@ -87,4 +89,5 @@ def _choices(requests: dict[str, Any]) -> tuple[SamplingRows, np.ndarray]:
         for name, p in requests.items()
     ]
     rows = SamplingRows(temperature, top_k.astype(np.int64), top_p, min_p, temperature)
-    return rows, np.array(seeds, np.uint64)
+    offsets = [(p.extra_args or {}).get(DRAW_OFFSET, 0) for p in requests.values()]
+    return rows, np.array(seeds, np.uint64), np.array(offsets, np.int64)

@@ -22,9 +22,8 @@ from typing import Any
 
 import httpx
 
-from verl.sessions.engine_contract import EngineUnavailable, SamplingParams
-from verl.workers.rollout.vllm import SESSION_SEED
-from verl.workers.rollout.vllm.server import ServerProcess, VllmServers
+from verl.sessions.engine_contract import EngineUnavailable, RolloutSession
+from verl.workers.rollout.vllm import sampling_arguments
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 logger = logging.getLogger(__name__)
@@ -61,19 +60,18 @@ class Chunk:
     finish_reason: str | None
 
 
-def completion_body(
-    model: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int
-) -> dict[str, Any]:
-    """Return the request that continues from these tokens. It leaves nothing to the server's defaults.
+def completion_body(model: str, session: RolloutSession, max_tokens: int) -> dict[str, Any]:
+    """Return the request that continues from a session's tokens. It leaves nothing to the server's defaults.
 
     Stop strings are only a hint to the server, so that it does not compute far beyond them: whether they
     are complete is decided on the tokens that come back (`StopCondition`). End-of-sequence tokens are given
     as stop tokens, so that those of the request count and not those of the model's folder. The session's
-    seed is read by our sampler (`sampler.py`), together with the position of each token.
+    seed, and how many tokens were drawn with it, are read by our sampler (`sampler.py`).
     """
+    params = session.params
     return {
         "model": model,
-        "prompt": list(token_ids),
+        "prompt": session.tokens.tolist(),
         "max_tokens": max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -94,7 +92,7 @@ def completion_body(
         "return_tokens_as_token_ids": True,
         "stream": True,
         "stream_interval": STREAM_INTERVAL,
-        "vllm_xargs": {SESSION_SEED: params.seed & 0xFFFFFFFFFFFFFFFF},
+        "vllm_xargs": sampling_arguments(session),
     }
 
 
@@ -132,14 +130,12 @@ def _plain_log_prob(token_id: int, top: dict[str, float]) -> float:
 
 
 class ServerClient:
-    """Calls to one server; all of them on one event loop. url: its base address. process: where this one has
-    started it. dead: why it is not used any more, once it is not. num_workers: of it; known once our sampler
-    is installed in them.
+    """Calls to one server; all of them on one event loop. url: its base address. dead: why it is not used any
+    more, once it is not. num_workers: of it; known once our sampler is installed in them.
     """
 
-    def __init__(self, url: str, process: ServerProcess | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.process = process
         self.dead: str | None = None
         self.probing = asyncio.Lock()
         self.num_workers = 0
@@ -154,8 +150,7 @@ class ServerClient:
     def bury(self, reason: str) -> None:
         """Use this server no more."""
         if self.dead is None:
-            tail = f"; the last lines of its log:\n{self.process.log_tail()}" if self.process else ""
-            self.dead = reason + tail
+            self.dead = reason
             logger.warning("vLLM server %s is not used any more: %s", self.url, self.dead)
 
     async def disconnect(self) -> None:
@@ -238,10 +233,9 @@ def _error(response: httpx.Response) -> RuntimeError:
 class ServerPool:
     """vLLM servers with the same model. model_name: as the servers call it; after `connect`."""
 
-    def __init__(self, urls: Sequence[str], servers: VllmServers | None) -> None:
-        """For the arguments see `RemoteVllmEngine`."""
-        started = {} if servers is None else {process.url: process for process in servers.processes}
-        self.clients = [ServerClient(url, started.get(url)) for url in dict.fromkeys(urls)]
+    def __init__(self, urls: Sequence[str]) -> None:
+        """Make a client for each address."""
+        self.clients = [ServerClient(url) for url in dict.fromkeys(urls)]
         self.model_name = ""
 
     async def connect(self, max_model_len: int) -> None:
@@ -274,8 +268,7 @@ class ServerPool:
             deadline = time.monotonic() + PATIENCE_SECONDS
             wait = 0.05
             while client.dead is None and not await client.is_healthy():
-                has_ended = client.process is not None and not client.process.alive
-                if has_ended or time.monotonic() + wait > deadline:
+                if time.monotonic() + wait > deadline:
                     return client.bury(str(error))
                 await asyncio.sleep(wait)
                 wait *= 2

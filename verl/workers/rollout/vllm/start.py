@@ -35,6 +35,7 @@ _ENVIRONMENT = {
     # If a model is split, these look at the GPUs of other processes, but each process sees only its own.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and perhaps CUDA
 }
 # The engine relies on these settings.
 _REQUIRED = {
@@ -54,12 +55,13 @@ _live_engines = 0  # the engines of a process share vLLM's groups, which end wit
 
 
 @gc_paused()
-def start(arguments: dict[str, Any]) -> Any:
+def start(arguments: dict[str, Any], *, worker_processes: bool = False) -> Any:
     """Start vLLM's `LLMEngine` with random weights. On CPU it has no graphs and compiles nothing.
 
     Args:
         arguments: Arguments of vLLM's `EngineArgs`. Of the folder or name in "model" only the configuration
             is read.
+        worker_processes: Whether vLLM computes in processes that it starts, one for each slice of the model.
 
     Raises:
         ValueError: If vLLM is not installed, or an argument is unknown or one that the engine has to set.
@@ -91,7 +93,7 @@ def start(arguments: dict[str, Any]) -> Any:
             close_names = difflib.get_close_matches(name, known_names, 1)
             hint = f"; the nearest is {close_names[0]}" if close_names else ""
             raise ValueError(f"engine_args has {name}, which vLLM's EngineArgs don't know{hint}")
-    with _process_state_kept(), _own_modules(), _launcher() as backend:
+    with _process_state_kept(), _own_modules(), _launcher(worker_processes) as backend:
         args = EngineArgs(distributed_executor_backend=backend, **_FIXED, **arguments)
         llm = LLMEngine.from_engine_args(args)
     _live_engines += 1
@@ -182,12 +184,16 @@ def _own_modules() -> Iterator[None]:
 
 
 @contextmanager
-def _launcher() -> Iterator[str]:
+def _launcher(worker_processes: bool) -> Iterator[str]:
     """Yield the name of vLLM's executor.
 
-    This process either has vLLM alone, or is one of several processes that are in a group already. In the
-    group, `tensor_parallel_size` neighbours share a model.
+    With `worker_processes` vLLM computes in other processes. Without, this process either has vLLM alone, or
+    is one of several processes that are in a group already. In the group, `tensor_parallel_size` neighbours
+    share a model.
     """
+    if worker_processes:
+        yield "mp"
+        return
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield "uni"
         return

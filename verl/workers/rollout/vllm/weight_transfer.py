@@ -20,13 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -396,6 +401,14 @@ class WeightReceiver:
         shapes = expected_shapes(self.model_config.hf_config, self.model_config.trust_remote_code)
         self._rollout_reload(checked_weights(weights, shapes))
 
+    def rollout_load_file(self, path: str) -> None:
+        """Take the whole model from a file of `weights_in_memory`, as `rollout_load_weights` does.
+
+        The sender has checked names and shapes.
+        """
+        with safe_open(path, "pt") as file:
+            self._rollout_reload((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
     def _rollout_reload(self, weights: Pairs) -> None:
         """Load the weights by vLLM's layer-wise reload.
 
@@ -422,6 +435,22 @@ class WeightReceiver:
             finally:  # also after an error, because the model lies on the meta device until then
                 finalize_layerwise_reload(model, worker.model_config)
             _repack_tied_head(model)
+
+
+@contextmanager
+def weights_in_memory(weights: Pairs) -> Iterator[Path]:
+    """Write the whole model to a file that vLLM's worker processes on this machine read, and yield its path.
+
+    The file lies in /dev/shm where there is one, so that the processes share one copy of the weights. It is
+    deleted at the end.
+    """
+    shared_memory = Path("/dev/shm")
+    with TemporaryDirectory(
+        prefix="rollout-weights-", dir=shared_memory if shared_memory.is_dir() else None
+    ) as folder:
+        path = Path(folder) / "weights.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, path)
+        yield path
 
 
 def expected_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:

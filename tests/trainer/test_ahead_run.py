@@ -1,0 +1,79 @@
+"""Runs whose rollouts have a process of their own, with each engine: ahead, and through its death."""
+
+import importlib.util
+import os
+import signal
+
+import pytest
+from small_runs import arguments, metrics
+
+from verl.trainer.main_ppo import run
+from verl.trainer.ppo.stream import RolloutStream
+
+MISSING = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+ENGINES = ["native", pytest.param("vllm", marks=[pytest.mark.vllm, MISSING])]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+def settings(engine, max_staleness, **more):
+    return {
+        "actor_rollout_ref__rollout__name": engine,
+        "actor_rollout_ref__rollout__placement": "apart",
+        "actor_rollout_ref__rollout__max_num_seqs": 64,
+        "actor_rollout_ref__actor__optim__lr": 1e-5,
+        "trainer__backend": "ray",
+        "trainer__async_training__max_staleness": max_staleness,
+        "trainer__val_before_train": "false",
+        "data__val_data_num": 4,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_steps_ahead_with_updates_in_flight_the_trainer_agrees_with_what_was_sampled(
+    engine, world, url, tmp_path
+):
+    more = {"algorithm__rollout_correction__rollout_is": "token", "trainer__total_training_steps": 5}
+    line = arguments(world, url, tmp_path / "run", **settings(engine, 2, trainer__save_freq=-1, **more))
+    assert run(line) == 0
+    rows = [row for row in metrics(tmp_path / "run") if "actor/pg_loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["rollout/staleness/max"] for row in rows) == 2
+    # One step of this size moves a log-prob by about 0.01.
+    assert rows[0]["rollout_corr/log_prob_diff_max"] < 1e-3
+    assert all(row["rollout_corr/log_prob_diff_max"] < 0.3 for row in rows)
+    assert all(row["async/sync_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sampler_killed_in_a_generation_and_in_an_update_is_named_and_the_run_goes_on(
+    engine, world, url, tmp_path, monkeypatch, capsys
+):
+    killed = []
+    receive = RolloutStream._receive
+    send_weights = RolloutStream.send_weights
+
+    def kill(stream, moment):
+        killed.append(moment)
+        os.kill(stream.workers._rank_places[0].pid, signal.SIGKILL)
+
+    def receive_from_a_killed_one(stream):
+        if stream.version >= 1 and "generation" not in killed and stream.running:
+            kill(stream, "generation")
+        receive(stream)
+
+    def send_to_a_killed_one(stream, version, *rest, **more):
+        send_weights(stream, version, *rest, **more)
+        if version == 3 and "update" not in killed:
+            kill(stream, "update")
+
+    monkeypatch.setattr(RolloutStream, "_receive", receive_from_a_killed_one)
+    monkeypatch.setattr(RolloutStream, "send_weights", send_to_a_killed_one)
+    more = {"algorithm__rollout_correction__bypass_mode": "true", "trainer__total_training_steps": 4}
+    line = arguments(world, url, tmp_path / "run", **settings(engine, 1, trainer__max_restarts=3, **more))
+    assert run(line) == 0
+    assert killed == ["generation", "update"]
+    rows = [row for row in metrics(tmp_path / "run") if "actor/pg_loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    printed = "".join(capsys.readouterr())
+    assert printed.count("rollout rank 0") >= 2, printed
