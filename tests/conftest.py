@@ -91,7 +91,7 @@ def serve_documents(serve) -> Callable[..., AbstractContextManager[str]]:
             return BM25Retriever(corpus_of_documents(documents))
 
         service = RetrievalService(load, "memory", "bm25", topk)
-        service.start_loading().join(timeout=30)
+        service.start_loading().join(timeout=120)  # kernels are compiled, perhaps on a busy machine
         assert service.error is None
         return serve(service)
 

@@ -27,7 +27,9 @@ def play(codec, transcript, messages, ids, tools=None, stop=None):
     """A turn with these ids, as the app runs it: (place, reply)."""
     place = transcript.take_segment(codec, messages, tools)
     reply = codec.reply(ids, stop, tools is not None, False)
-    transcript.add(place, TurnResult(ids, [-1.0] * len(ids), [0] * len(ids), "eos", None, None), reply)
+    transcript.add(
+        place, TurnResult(ids, [-1.0] * len(ids), [-1.0] * len(ids), [0] * len(ids), "eos", None, None), reply
+    )
     return place, reply
 
 
@@ -87,7 +89,7 @@ class Player:
         self.contexts[key] += [*place.new_ids, *ids]
         self.sampled[key] += ids
         reply = self.codec.reply(ids, None, self.tools is not None, False)
-        result = TurnResult(ids, [-0.5] * len(ids), [3] * len(ids), "eos", None, None)
+        result = TurnResult(ids, [-0.5] * len(ids), [-0.5] * len(ids), [3] * len(ids), "eos", None, None)
         self.transcript.add(place, result, reply)
         self.messages = [*self.messages, dict(reply[0])]
 

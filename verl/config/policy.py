@@ -256,7 +256,9 @@ class Rollout(Block):
     weight_transfer: str = key(
         "ray", "apart: by Ray's store, or files: all of them or what changed", "ray filesystem delta"
     )
-    weight_dir: FilePath | None = key(None, "folder of those files, seen by all nodes (null: the run's)")
+    weight_dir: FilePath | None = key(
+        None, "folder of those files, seen by all nodes and by remote servers (null: the run's)"
+    )
     anchor_every: Count = key(50, "delta: every so many versions all weights are written")
     temperature: Annotated[float, Range(0.001)] = key(1.0, "sampling temperature in training")
     top_k: OrMinusOne = key(-1, "sample among the k most likely tokens (-1: all)")

@@ -130,8 +130,12 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         turns = turns_of([token_ids], sampling_params or requests.Sampling(), codec.max_model_len)
         choices = []
         for index, result in enumerate(await unless_gone(request, map(engine.run, turns))):
-            log_probs = {"content": [{"logprob": log_prob} for log_prob in result.log_probs]}
-            choices.append(choice_of(index, result) | {"logprobs": log_probs})
+            content = [
+                {"logprob": log_prob, "model_logprob": model_log_prob}
+                for log_prob, model_log_prob in zip(result.log_probs, result.model_log_probs, strict=True)
+            ]
+            more = {"logprobs": {"content": content}, "versions": result.versions}
+            choices.append(choice_of(index, result) | more)
         return as_json({"choices": choices})
 
     @app.post("/v1/completions")

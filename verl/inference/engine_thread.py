@@ -39,6 +39,7 @@ class TurnResult(NamedTuple):
     Attributes:
         token_ids: The sampled tokens.
         log_probs: Log-probs under the distribution that was sampled from.
+        model_log_probs: Log-probs under the model itself.
         versions: Versions of the weights that sampled the tokens.
         finish_reason: The reason as in `Completion`, or ABORTED.
         stop_string: The stop string that ended the turn, if one did.
@@ -47,6 +48,7 @@ class TurnResult(NamedTuple):
 
     token_ids: list[int]
     log_probs: list[float]
+    model_log_probs: list[float]
     versions: list[int]
     finish_reason: str
     stop_string: str | None
@@ -274,7 +276,8 @@ class EngineThread:
         if not turn.keeps_session:
             self.engine.close(ended.session_id)
         session_id = ended.session_id if turn.keeps_session else None
-        return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, session_id)
+        log_probs = (ended.log_probs, ended.model_log_probs)
+        return TurnResult(ids, *log_probs, versions, ended.finish_reason, ended.stop_string, session_id)
 
     def _begin(self, turn: EngineTurn) -> None:
         if turn.ended.done():  # cancelled

@@ -32,6 +32,7 @@ class Sampling(BaseModel):
     """The sampling parameters of all routes.
 
     A temperature of 0 is greedy. A top_k of -1 or 0 is off. Without a seed the server draws one.
+    `drawn_before` is the number of tokens that the client has drawn with the seed in earlier requests.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -42,6 +43,7 @@ class Sampling(BaseModel):
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)] | None = None
+    drawn_before: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -67,6 +69,7 @@ class Sampling(BaseModel):
         stop = codec.codec.stop(tuple(self.stops))
         eos = codec.codec.eos_token_ids
         seed &= 2**63 - 1
+        drawn_before += self.drawn_before
         return SamplingParams(**given, seed=seed, drawn_before=drawn_before, stop=stop, eos_token_ids=eos)
 
 

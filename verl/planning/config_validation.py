@@ -95,13 +95,13 @@ def settings_without_effect(config: Config) -> list[str]:
     if trainer.on_collapse != "rewind":
         unread["trainer.max_rewinds"] = "the run does not go back. Set trainer.on_collapse=rewind."
     rollout = config.actor_rollout_ref.rollout
-    if rollout.placement == "colocated" and rollout.name == "auto" and trainer.device == "cpu":
+    if rollout.name == "auto" and trainer.device == "cpu":
         reason = f"the native engine has the whole model in each process; {ROLLOUT}.name=vllm splits it."
         unread[f"{ROLLOUT}.tensor_model_parallel_size"] = reason
     transfer = rollout.weight_transfer
     if transfer != "delta":
         unread[f"{ROLLOUT}.anchor_every"] = f"it is for {ROLLOUT}.weight_transfer=delta."
-    if transfer == "ray":
+    if transfer == "ray" and rollout.name != "remote":
         unread[f"{ROLLOUT}.weight_dir"] = f"no files are written with {ROLLOUT}.weight_transfer=ray."
     if not samples_apart(config):
         reason = f"nothing samples beside training. Set {ROLLOUT}.placement=apart."

@@ -38,7 +38,9 @@ CARRIED = re.compile(
     r"PYTORCH_(CUDA_)?ALLOC_CONF|TOKENIZERS_PARALLELISM|PYTHONUNBUFFERED"
 )
 # Ray logs runtime environments, so these go another way; so do proxies, whose address may hold a password.
-SECRETS = re.compile(r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|VLLM_API_KEY|(?i:(http|https|all)_proxy)")
+SECRETS = re.compile(
+    r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|VLLM_API_KEY|ROLLOUT_API_KEY|(?i:(http|https|all)_proxy)"
+)
 DRIVER_ONLY = ("WANDB_API_KEY",)
 PROCESS_NAME = "VERL_PROCESS"  # set in a process of a run to its name, such as "quickstart/trainer-0"
 # What an orchestrator does not take over from the command: it is Ray's, or its node's.

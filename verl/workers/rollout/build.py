@@ -2,7 +2,7 @@
 
     rollout.name=native    NativeEngine        ours, on one device
     rollout.name=vllm      VllmEngine          vLLM, on one device or split over several
-    rollout.name=remote    RemoteVllmEngine    servers of others
+    rollout.name=remote    RemoteEngine        servers that run already
 
 Each of them may live in the processes that train (rollout.placement=colocated) or in processes of its own
 (apart: verl/workers/rollout_worker.py). Each engine is imported only when it is asked for, so that a run
@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -301,8 +302,8 @@ def _remote_engine(rollout: Rollout, model_config: PretrainedConfig, request: En
 
     Processes that train share all servers. Each process that samples apart has its share of them.
     """
-    from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-    from verl.workers.rollout.vllm.weight_transfer import WeightSender
+    from verl.workers.rollout.remote.remote_engine import RemoteEngine
+    from verl.workers.rollout.remote.weights import WeightSender
 
     urls = as_list(rollout.remote.urls)
     rank = request.rank
@@ -312,11 +313,12 @@ def _remote_engine(rollout: Rollout, model_config: PretrainedConfig, request: En
         rank = 0
         world_size = 1
     backend = "nccl" if request.device.type == "cuda" else "gloo"
-    return RemoteVllmEngine(
+    return RemoteEngine(
         urls,
         max_model_len=request.max_model_len,
         vocab_size=model_config.get_text_config().vocab_size,
         sender=WeightSender(backend, request.device, request.dtype),
+        weight_dir=None if rollout.weight_dir is None else Path(rollout.weight_dir).absolute(),
         rank=rank,
         world_size=world_size,
         max_requests=max(rollout.max_num_seqs, request.num_sessions),

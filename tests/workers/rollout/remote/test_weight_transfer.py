@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.workers.rollout.vllm import weight_transfer
-from verl.workers.rollout.vllm.weight_transfer import WeightReceiver, WeightSender
+from verl.workers.rollout.remote import weights
+from verl.workers.rollout.remote.weights import WeightSender
+from verl.workers.rollout.vllm.weight_transfer import WeightReceiver
 
 CPU = torch.device("cpu")
 
@@ -134,8 +135,8 @@ def test_workers_hear_at_once_of_a_tensor_that_the_trainer_could_not_send(model)
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_server_that_takes_nothing_more_is_given_up(model, dies, monkeypatch):
     """It dies in the midst of a tensor that no buffer holds, or stands still."""
-    monkeypatch.setattr(weight_transfer, "TENSOR_SECONDS", 60.0 if dies else 3.0)
-    monkeypatch.setattr(weight_transfer, "LEAVE_SECONDS", 0.1)  # its workers never come
+    monkeypatch.setattr(weights, "TENSOR_SECONDS", 60.0 if dies else 3.0)
+    monkeypatch.setattr(weights, "LEAVE_SECONDS", 0.1)  # its workers never come
     silent = Workers(5, [Receiver(model.config)])
     good = Workers(6, [Receiver(model.config)])
     call = silent.call

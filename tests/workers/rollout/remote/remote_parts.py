@@ -1,4 +1,4 @@
-"""What the tests of `RemoteVllmEngine` share: a sender without weights, and waiting with a deadline."""
+"""What the tests of `RemoteEngine` share: a sender without weights, and waiting with a deadline."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""`RemoteVllmEngine` with new weights, and with none; servers that speak vLLM's protocol."""
+"""`RemoteEngine` with new weights, and with none; servers that speak vLLM's protocol."""
 
 import json
 
@@ -8,7 +8,7 @@ from ranks import run_ranks
 from remote_parts import GREEDY, WEIGHTS, VersionSender, drain, hold, wait_until
 
 from verl.sessions.engine_contract import EngineUnavailable, SamplingParams
-from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
+from verl.workers.rollout.remote.remote_engine import RemoteEngine
 
 
 def test_without_weights_nothing_runs(start):
@@ -66,7 +66,7 @@ def test_a_server_that_does_not_take_the_weights_is_not_used_any_more(start):
     assert all(got.version_first == 1 for got in drain(engine).values())
     assert bad.weights == 0 and engine.stats()["servers"] == 1.0
     good.refuses_weights = True
-    with pytest.raises(RuntimeError, match="no vLLM server is left.*missing weights"):
+    with pytest.raises(RuntimeError, match="no server is left.*missing weights"):
         engine.load_weights(WEIGHTS, 2)
 
 
@@ -75,7 +75,7 @@ def share_servers(rank, world_size, urls, folder):
     sender = VersionSender()
     told = []
     places = {"rank": rank, "world_size": world_size}
-    engine = RemoteVllmEngine(urls, max_model_len=256, vocab_size=VOCABULARY, sender=sender, **places)
+    engine = RemoteEngine(urls, max_model_len=256, vocab_size=VOCABULARY, sender=sender, **places)
     try:
         for version in range(3):
             engine.load_weights(WEIGHTS, version)
@@ -83,7 +83,7 @@ def share_servers(rank, world_size, urls, folder):
             ended = drain(engine)
             turns = [ended[i].token_ids for i in ids]
             told.append([sender.urls, turns, engine.stats()["servers"]])
-        with pytest.raises(EngineUnavailable, match=r"no vLLM server is left.*missing weights"):
+        with pytest.raises(EngineUnavailable, match=r"no server is left.*missing weights"):
             engine.load_weights(WEIGHTS, 3)
     finally:
         engine.shutdown()

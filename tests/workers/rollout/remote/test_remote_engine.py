@@ -1,4 +1,4 @@
-"""`RemoteVllmEngine` against servers that speak vLLM's protocol: sessions, stops, faults."""
+"""`RemoteEngine` against servers that speak vLLM's protocol: sessions, stops, faults."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from remote_parts import GREEDY, WEIGHTS, drain, hold, wait_until
 
 from verl.sessions.engine_contract import SamplingParams
 from verl.sessions.stop import StopCondition
-from verl.workers.rollout.vllm import server_client
+from verl.workers.rollout.remote import client
 
 
 class ByteTokenizer:
@@ -46,18 +46,20 @@ def test_requests_leave_nothing_to_the_servers_defaults(start):
     engine.open([1, 2], params)
     drain(engine)
     body = server.requests[0]
-    assert body["prompt"] == [1, 2] and body["max_tokens"] == 6
-    assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 0.9, 40, 0.0)
-    assert body["vllm_xargs"] == {"session_seed": (1 << 64) - 1, "draw_offset": -2}
-    assert body["stop_token_ids"] == [4, 9] and body["ignore_eos"] is True
-    assert body["repetition_penalty"] == 1.0 and body["return_token_ids"] is True and body["logprobs"] == 1
+    sampling = body["sampling_params"]
+    assert body["token_ids"] == [1, 2] and body["stream"] is True and sampling["max_tokens"] == 6
+    names = ("temperature", "top_p", "top_k", "min_p")
+    assert [sampling[name] for name in names] == [0.7, 0.9, 40, 0.0]
+    assert sampling["extra_args"] == {"session_seed": (1 << 64) - 1, "draw_offset": -2}
+    assert sampling["stop_token_ids"] == [4, 9] and sampling["ignore_eos"] is True
+    assert sampling["repetition_penalty"] == 1.0 and sampling["logprobs"] == 2
 
 
 def test_a_turn_ends_at_the_token_that_completes_a_stop_string_and_what_came_behind_is_dropped(
     start, monkeypatch
 ):
     engine, _ = start()
-    monkeypatch.setattr(server_client, "STREAM_INTERVAL", 50)
+    monkeypatch.setattr(client, "STREAM_INTERVAL", 50)
     turns = {prompt: expected_turn([prompt], 40, 0) for prompt in range(200)}
     prompt, end = next(
         (prompt, end)
@@ -80,7 +82,7 @@ def test_a_turn_goes_on_where_the_server_sees_a_stop_string_and_the_tokens_do_no
     session_id = engine.open([5, 6], SamplingParams(20, **GREEDY))
     got = drain(engine)[session_id]
     assert got.token_ids == expected_turn([5, 6], 20, 0)
-    assert [len(body["prompt"]) for body in server.requests] == [2, 9, 16]
+    assert [len(body["token_ids"]) for body in server.requests] == [2, 9, 16]
 
 
 @pytest.mark.parametrize("ignore", [False, True])
@@ -105,7 +107,7 @@ def test_the_next_turn_goes_to_the_same_server_with_all_tokens(start):
         context = [i, *first[session_id].token_ids, 100 + i, 3]
         assert second[session_id].token_ids == expected_turn(context, 5, 0)
     for server in servers:
-        prompts = [body["prompt"] for body in server.requests]
+        prompts = [body["token_ids"] for body in server.requests]
         assert len(prompts) == 4
         assert all(any(longer[: len(short)] == short for longer in prompts[2:]) for short in prompts[:2])
 
@@ -150,7 +152,7 @@ def test_without_any_server_left_the_error_names_all_of_them(start):
     engine.open([1], SamplingParams(200, **GREEDY))
     for server in servers:
         server.kill()
-    with pytest.raises(RuntimeError, match="no vLLM server is left") as error:
+    with pytest.raises(RuntimeError, match="no server is left") as error:
         drain(engine)
     assert all(server.url in str(error.value) for server in servers)
 
@@ -162,18 +164,17 @@ def test_without_any_server_left_the_error_names_all_of_them(start):
         ("data: [1, 2]", "no part of a completion"),
         ('data: {"choices": [{"token_ids": [1, 2], "logprobs": null}]}', "no part of a completion"),
         (
-            'data: {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [null], '
-            '"top_logprobs": [{}]}}]}',
+            'data: {"choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": null}]}}]}',
             "no part of a completion",
         ),
         (
-            'data: {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-1], '
-            '"top_logprobs": [{"token_id:1": -1}]}}]}',
+            'data: {"choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": -1, "top_logprobs": '
+            '[{"token_id": 1, "logprob": -1}]}]}}]}',
             "model's own log-prob",
         ),
         (
-            'data: {"choices": [{"token_ids": [4000], "logprobs": {"token_logprobs": [-1], '
-            '"top_logprobs": [{"token_id:4000": -1, "x": -2}]}}]}',
+            'data: {"choices": [{"token_ids": [4000], "logprobs": {"content": [{"logprob": -1, '
+            '"top_logprobs": [{"token_id": 4000, "logprob": -1}, {"token_id": 5, "logprob": -2}]}]}}]}',
             "the model has 256 tokens",
         ),
     ],
@@ -191,13 +192,31 @@ def test_garbage_is_an_error_that_names_the_server(start, line, message):
     ("attribute", "value", "message"),
     [
         ("max_model_len", 100, "allows 100 tokens per sequence and 256 are needed"),
-        ("extension", None, "--worker-extension-cls"),
         ("mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_at_once(start, attribute, value, message):
     with pytest.raises(ValueError, match=message):
         start(prepare=lambda server: setattr(server, attribute, value))
+
+
+@pytest.mark.parametrize("attribute", ["extension", "is_in_dev_mode"])
+def test_plain_vllm_samples_with_its_own_weights_and_says_that_it_takes_no_others(start, attribute):
+    engine, (server,) = start(version=None, prepare=lambda server: plain(server, attribute))
+    session_id = engine.open([4], SamplingParams(6, seed=3, drawn_before=2))
+    got = drain(engine)[session_id]
+    seed = server.requests[0]["sampling_params"]["seed"]
+    assert got.token_ids == expected_turn([4], 6, None, seed=seed) and seed not in (3, 5)
+    assert got.model_log_probs == got.log_probs  # as nothing is cut or tempered
+    with pytest.raises(ValueError, match="log-probs from plain vLLM"):
+        engine.open([4], SamplingParams(6, temperature=0.7))
+    with pytest.raises(ValueError, match="takes no new weights; start it with VLLM_SERVER_DEV_MODE=1"):
+        engine.load_weights(WEIGHTS, 1)
+    assert engine.version == 0
+
+
+def plain(server, attribute):
+    setattr(server, attribute, None if attribute == "extension" else False)
 
 
 def test_a_full_session_is_not_sent_when_the_request_before_it_ends_late(start):

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl.sessions.engine_contract import SamplingParams
 from verl.sessions.stop import _byte_level_alphabet
-from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-from verl.workers.rollout.vllm.weight_transfer import WeightSender
+from verl.workers.rollout.remote.remote_engine import RemoteEngine
+from verl.workers.rollout.remote.weights import WeightSender
 
 pytestmark = [
     pytest.mark.vllm,
@@ -66,7 +66,7 @@ class Stack:
         engine_args |= {"kv_cache_memory_bytes": 64 << 20, "block_size": 32, "enforce_eager": True}
         engine_args |= {"tensor_parallel_size": WORKERS[kind]}
         self.servers = StartedServers(engine_args, NUM_SERVERS[kind], folder)
-        self.engine = RemoteVllmEngine(
+        self.engine = RemoteEngine(
             self.servers.urls,
             max_model_len=LENGTH,
             vocab_size=VOCABULARY,

@@ -56,6 +56,7 @@ class ProtocolServer:
         self.max_model_len = 512
         self.extension = EXTENSION
         self.mode = "processed_logprobs"
+        self.is_in_dev_mode = True
         self.requests = []
         self.dropped = 0
         self.calls = []
@@ -107,14 +108,17 @@ class ProtocolServer:
                         "parallel_config": {"worker_extension_cls": server.extension},
                         "model_config": {"logprobs_mode": server.mode},
                     }
+                    if not server.is_in_dev_mode:
+                        return self.reply("", 404)
                     self.reply({"vllm_config": config})
                 else:
                     self.reply("", 404)
+                return None
 
             def do_POST(self):
                 url = urlsplit(self.path)
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
-                if url.path == "/v1/completions":
+                if url.path == "/inference/v1/generate":
                     return self.complete(body)
                 server.calls.append(url.path)
                 if url.path == "/pause":
@@ -139,7 +143,7 @@ class ProtocolServer:
 
             def complete(self, body):
                 server.requests.append(body)
-                if len(body["prompt"]) + body["max_tokens"] > server.max_model_len:
+                if len(body["token_ids"]) + body["sampling_params"]["max_tokens"] > server.max_model_len:
                     return self.reply({"error": {"message": "too long"}}, 400)
                 self.send_response(200)
                 self.end_headers()
@@ -153,7 +157,8 @@ class ProtocolServer:
 
             def stream(self, body):
                 pauses = server.pauses
-                tokens = list(body["prompt"])
+                tokens = list(body["token_ids"])
+                sampling = body["sampling_params"]
                 sent = 0
                 pending = []
                 reason = None
@@ -171,15 +176,17 @@ class ProtocolServer:
                     else:
                         if server.kv_version is None:
                             server.kv_version = server.weights
-                        seed = body["vllm_xargs"]["session_seed"]
+                        seed = (
+                            sampling["seed"] if "seed" in sampling else sampling["extra_args"]["session_seed"]
+                        )
                         tokens.append(next_token(tokens, server.weights, server.kv_version, seed))
                         pending.append(tokens[-1])
                         sent += 1
-                        if tokens[-1] in body["stop_token_ids"] or sent == server.early_stop:
+                        if tokens[-1] in sampling["stop_token_ids"] or sent == server.early_stop:
                             reason = "stop"
-                        elif sent == body["max_tokens"]:
+                        elif sent == sampling["max_tokens"]:
                             reason = "length"
-                    if reason or len(pending) >= body["stream_interval"] or sent == 1:
+                    if reason or len(pending) >= sampling["stream_interval"] or sent == 1:
                         self.send_chunk(pending, reason)
                         pending = []
                 self.wfile.write(b"data: [DONE]\n\n")
@@ -189,12 +196,12 @@ class ProtocolServer:
                 return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
             def send_chunk(self, tokens, reason):
-                top = [
-                    {f"token_id:{token}": log_prob(token), f"token_id:{VOCABULARY}": 2 * log_prob(token)}
-                    for token in tokens
-                ]
-                probs = {"token_logprobs": [log_prob(token) for token in tokens], "top_logprobs": top}
-                choice = {"token_ids": tokens, "logprobs": probs, "finish_reason": reason, "text": "?"}
+                content = []
+                for token in tokens:
+                    top = [{"token_id": token, "logprob": log_prob(token)}]
+                    top.append({"token_id": VOCABULARY, "logprob": 2 * log_prob(token)})
+                    content.append({"token_id": token, "logprob": log_prob(token), "top_logprobs": top})
+                choice = {"token_ids": tokens, "logprobs": {"content": content}, "finish_reason": reason}
                 self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
                 self.wfile.flush()
 
