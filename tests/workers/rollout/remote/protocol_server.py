@@ -57,6 +57,7 @@ class ProtocolServer:
         self.extension = EXTENSION
         self.mode = "processed_logprobs"
         self.is_in_dev_mode = True
+        self.serves_tokens = True
         self.requests = []
         self.dropped = 0
         self.calls = []
@@ -142,6 +143,8 @@ class ProtocolServer:
                 self.reply({"status": "done"})
 
             def complete(self, body):
+                if "token_ids" not in body:
+                    return self.reply("", 400 if server.serves_tokens else 403)
                 server.requests.append(body)
                 if len(body["token_ids"]) + body["sampling_params"]["max_tokens"] > server.max_model_len:
                     return self.reply({"error": {"message": "too long"}}, 400)

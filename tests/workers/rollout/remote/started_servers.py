@@ -32,6 +32,7 @@ ARGUMENTS = {
     "logprobs_mode": "processed_logprobs",
     "worker_extension_cls": WORKER_EXTENSION,
     "no_async_scheduling": True,
+    "enable_scale_out": True,
     "uvicorn_log_level": "warning",
 }
 

@@ -6,7 +6,7 @@ import pytest
 from protocol_server import expected_turn, log_prob
 from remote_parts import GREEDY, WEIGHTS, drain, hold, wait_until
 
-from verl.sessions.engine_contract import SamplingParams
+from verl.sessions.engine_contract import EngineUnavailable, SamplingParams
 from verl.sessions.stop import StopCondition
 from verl.workers.rollout.remote import client
 
@@ -198,6 +198,11 @@ def test_garbage_is_an_error_that_names_the_server(start, line, message):
 def test_a_server_that_does_not_fit_is_refused_at_once(start, attribute, value, message):
     with pytest.raises(ValueError, match=message):
         start(prepare=lambda server: setattr(server, attribute, value))
+
+
+def test_a_server_without_the_route_for_tokens_is_refused_with_the_flag_that_it_lacks(start):
+    with pytest.raises(EngineUnavailable, match="start it with --enable-scale-out"):
+        start(prepare=lambda server: setattr(server, "serves_tokens", False))
 
 
 @pytest.mark.parametrize("attribute", ["extension", "is_in_dev_mode"])

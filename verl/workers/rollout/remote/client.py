@@ -264,6 +264,9 @@ class ServerClient:
             raise RequestRefused(f"it asks for a token: set {API_KEY_VARIABLE}")
 
     async def _connect_vllm(self) -> None:
+        answer = await self._control.post(self.url + _GENERATE, json={})  # is refused, if it is served
+        if answer.status_code in (403, 404):
+            raise RequestRefused(f"it does not serve {_GENERATE}: start it with --enable-scale-out")
         answer = await self._control.get(f"{self.url}/server_info", params={"config_format": "json"})
         configuration = answer.json()["vllm_config"] if answer.status_code == 200 else {}
         extension = configuration.get("parallel_config", {}).get("worker_extension_cls") or ""
