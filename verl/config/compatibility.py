@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from verl.config.keys import Key, Range, format_value
 from verl.config.policy import ACTOR, REF, ROLLOUT
 from verl.config.schema import Config, SFTConfig
-from verl.config.values import parse_value
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _parse_reasons(text: str) -> dict[str, tuple[Any, str]]:
             name, value = setting.split("=")
             first, dot, rest = name.partition(".")
             for block in _BLOCKS.get(first, (first,)):
-                table[block + dot + rest] = (parse_value(value), entry[1])
+                table[block + dot + rest] = (yaml.safe_load(value), entry[1])
     return table
 
 

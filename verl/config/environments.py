@@ -1,12 +1,11 @@
 """Keys of what an action does and what it earns: the blocks `environment` and `verifiers`."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from verl.config.keys import Block, Count, NotNegative, Positive, Share, group, key
+from verl.config.keys import Block, Count, NotNegative, Positive, Share, config_block, group, key
 
 
-@dataclass(slots=True)
+@config_block
 class CodeVerifierConfig(Block):
     """The verifiers code and code_stdio."""
 
@@ -17,7 +16,7 @@ class CodeVerifierConfig(Block):
     drop_shown_tests: bool = key(False, "leave out tests that stand in the prompt, where others are left")
 
 
-@dataclass(slots=True)
+@config_block
 class JudgeConfig(Block):
     """The verifiers general-* and rubric. The server's key is read from VERIFIERS_JUDGE_API_KEY."""
 
@@ -31,7 +30,7 @@ class JudgeConfig(Block):
     cost_limit: Positive | None = key(None, "the run stops when its judge has cost so many US dollars")
 
 
-@dataclass(slots=True)
+@config_block
 class EnvironmentConfig(Block):
     """The environments, in which an action of the policy has its effect (verl/environments)."""
 
@@ -44,7 +43,7 @@ class EnvironmentConfig(Block):
     env_config: dict[str, Any] = key({}, "{environment: {its own settings}}")
 
 
-@dataclass(slots=True)
+@config_block
 class VerifiersConfig(Block):
     """The rewards by verifiers that the rows name (verl/verifiers)."""
 

@@ -1,16 +1,19 @@
 """The parts of the schema: a key, a block of keys, and the questions that can be asked of them.
 
-    @dataclass(slots=True)
+    @config_block
     class Optim(Block):
         lr: NotNegative = key(1e-6, "peak learning rate")
 
-That line is the only place where the key's default, type, range and meaning are written. The readable yaml,
-`--help`, the JSON schema and the checks at the start are made from it.
+That line is the only place where the key's default, type, range and meaning are written. The primary files
+that Hydra reads, `--help`, the JSON schema and the checks at the start are made from it.
+
+Blocks are frozen: `replace_values` derives a configuration with other values.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import types
 import typing
@@ -18,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform
 
 
 @dataclass(frozen=True)
@@ -187,9 +190,28 @@ def _field(default: Any, metadata: dict[str, Any]) -> Any:
     return field(default=default, metadata=metadata)
 
 
-@dataclass(slots=True)
+Class = TypeVar("Class", bound=type)
+
+
+def _refuse_assignment(block: Block, name: str, value: object = None) -> NoReturn:
+    raise AttributeError(
+        f"Found an assignment to {name!r} of {type(block).__name__}, but a configuration is frozen; derive "
+        'another one: config = verl.config.replace_values(config, {"trainer.seed": 3}).'
+    )
+
+
+@dataclass_transform(frozen_default=True)
+def config_block(block: Class) -> Class:
+    """Make a class a frozen dataclass whose attributes say how to derive another one when they are set."""
+    frozen: Any = dataclass(slots=True, frozen=True)(block)
+    frozen.__setattr__ = _refuse_assignment
+    frozen.__delattr__ = _refuse_assignment
+    return frozen
+
+
+@config_block
 class Block(Mapping[str, Any]):
-    """A group of keys. The run reads them as attributes. Only declared keys can be set."""
+    """A group of keys. The run reads them as attributes."""
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of a key whose name is put together from pieces; otherwise use `block.name`."""
@@ -262,10 +284,56 @@ def get_value(config: Block, path: str) -> Any:
     return value
 
 
-def set_value(config: Block, path: str, value: Any) -> None:
-    """Set the key with this dotted name."""
-    owner, _, name = path.rpartition(".")
-    setattr(get_value(config, owner) if owner else config, name, value)
+Config = TypeVar("Config", bound=Block)
+
+
+def replace_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a configuration, or a block, with other values; the one that is given stays as it is.
+
+    Args:
+        config: the configuration, or a block of it.
+        values: values by dotted names, for example {"trainer.seed": 3}. Keys that must follow one of these
+            take its value too.
+    """
+    followers = {
+        path: values[spec.follows]
+        for path, spec in keys_of(type(config)).items()
+        if spec.must_follow is not None and spec.follows in values
+    }
+    changes: dict[str, Any] = {}
+    inner_values: dict[str, dict[str, Any]] = {}
+    for path, value in {**followers, **values}.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            inner_values.setdefault(name, {})[rest] = value
+        else:
+            changes[name] = value
+    for name, inner in inner_values.items():
+        changes[name] = replace_values(getattr(config, name), inner)
+    return dataclasses.replace(config, **changes)
+
+
+def build(block: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
+    """Return a block whose keys have the values of these dotted names, which begin with `prefix`."""
+    arguments: dict[str, Any] = {}
+    for name, inner in _fields_of(block).items():
+        path = prefix + name
+        arguments[name] = values[path] if inner is None else build(inner, values, path + ".")
+    return block(**arguments)
+
+
+@cache
+def _fields_of(block: type[Block]) -> dict[str, type[Block] | None]:
+    """Return the keys of a block, and the blocks in it with their classes."""
+    hints = typing.get_type_hints(block)
+    inner: dict[str, type[Block] | None] = {}
+    for entry in fields(block):
+        hint = hints[entry.name]
+        if isinstance(hint, type) and issubclass(hint, Block):
+            inner[entry.name] = hint
+        elif entry.metadata:
+            inner[entry.name] = None
+    return inner
 
 
 def flatten(config: Block) -> dict[str, Any]:

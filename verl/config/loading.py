@@ -1,20 +1,22 @@
-"""Loading of one configuration from its layers: defaults < environment < files < key=value.
+"""Loading of one configuration: Hydra composes it, its names are translated and checked, and it is frozen.
 
-    ["@a.yaml", "trainer.seed=1", "+trainer.val_only=true", ...] -> settings -> checked -> Config
+    ["@a.yaml", "+recipe=mixture", "trainer.seed=1", ...]
+      -> layers with the schema's names (old names are translated, unknown ones refused with the nearest)
+      -> Hydra merges them (verl.config.composing), OmegaConf resolves ${interpolations}
+      -> checked -> Config
 
-The message about a misspelt key names its nearest neighbour. `+key` and `++key` mean `key` (Search-R1's
-scripts need that), and of a repeated key the last one counts.
+`+key` and `++key` mean `key` for keys of the schema (Search-R1's scripts need that), and of a repeated key the
+last one counts.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomllib
 import yaml
@@ -23,17 +25,24 @@ from verl.config.compatibility import DEFAULT_PASS_ROWS, RL, SFT, CompatibilityT
 from verl.config.keys import (
     Block,
     Key,
+    build,
     check_values,
     expand_home,
-    format_value,
     get_value,
     keys_of,
-    set_value,
+    replace_values,
 )
+from verl.config.overrides import Argument, read_value, split
 from verl.config.schema import Config, SFTConfig
-from verl.config.values import YamlLoader, parse_value
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl.config.composing import Folders, ReadingLoader
 
 VARIABLE_PREFIX = "VERL__"
+COMMAND_LINE = "command line"
+AnyConfig = TypeVar("AnyConfig", bound=Block)
 
 
 @dataclass(frozen=True)
@@ -44,14 +53,12 @@ class Setting:
         key: dotted name.
         value: the value.
         text: the value as the user wrote it, for messages.
-        layer: 1 is the environment, 2 and so on are files, the last one is the command line.
         origin: the layer in words.
     """
 
     key: str
     value: Any
     text: str
-    layer: int
     origin: str
 
 
@@ -66,17 +73,24 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Program:
-    """A configuration with a name; `preset` maps dotted names to defaults that replace the schema's."""
+    """What a program's configuration holds.
+
+    Attributes:
+        schema: its keys.
+        table: other names of keys.
+        schema_name: the name of the keys in Hydra's ConfigStore, for the defaults list of a primary file.
+    """
 
     schema: type[Block]
     table: CompatibilityTable
-    preset: Mapping[str, Any] = field(default_factory=dict)
+    schema_name: str
 
 
-PROGRAMS = {
-    "ppo_trainer": Program(Config, RL),
-    "ppo_megatron_trainer": Program(Config, RL, {"actor_rollout_ref.actor.strategy": "megatron"}),
-    "sft_trainer": Program(SFTConfig, SFT),
+_REINFORCEMENT_LEARNING = Program(Config, RL, "ppo_schema")
+PROGRAMS = {  # name of a shipped primary file -> what it holds
+    "ppo_trainer": _REINFORCEMENT_LEARNING,
+    "ppo_megatron_trainer": _REINFORCEMENT_LEARNING,
+    "sft_trainer": Program(SFTConfig, SFT, "sft_schema"),
 }
 
 
@@ -84,224 +98,312 @@ def load(
     arguments: Sequence[str],
     config_name: str = "ppo_trainer",
     environment: Mapping[str, str] | None = None,
+    program_name: str | None = None,
+    folders: Folders | None = None,
 ) -> Loaded:
     """Load the configuration that the layers give.
 
     Args:
-        arguments: `key=value`, `+key=value`, `++key=value`, `@file` or `@ file`.
-        config_name: one of PROGRAMS.
+        arguments: overrides in Hydra's grammar, `@file` or `@ file`.
+        config_name: the primary file: one of PROGRAMS, or a file in `folders`.
         environment: variables; those that start with VERL__ count (default: the process's).
+        program_name: one of PROGRAMS, whose keys the primary file has (default: `config_name`).
+        folders: folders with files of the user's own.
 
     Returns:
-        The configuration, with defaults that follow other keys and `~` in paths filled in. Reading or setting
-        an attribute that is not declared raises AttributeError.
+        The configuration, with defaults that follow other keys and `~` in paths filled in. It is frozen:
+        `replace_values` derives another one.
 
     Raises:
         ValueError: a setting can't be read, names an unknown key, or has a value that the key can't have.
     """
-    if config_name not in PROGRAMS:
+    program_name = program_name or config_name
+    if program_name not in PROGRAMS:
         raise ValueError(
-            f"Found no configuration named {config_name!r}; expected one of: {', '.join(PROGRAMS)}."
+            f"Found no configuration named {program_name!r}; expected one of: {', '.join(PROGRAMS)}."
         )
-    program = PROGRAMS[config_name]
-    keys = keys_of(program.schema)
-    table = program.table
-    values = {path: spec.default for path, spec in keys.items()} | dict(program.preset)
-    origins = dict.fromkeys(keys, "default") | dict.fromkeys(program.preset, config_name)
-    aliases: dict[str, Setting] = {}
-    layer_of: dict[str, int] = {}
-    notes: dict[str, str | None] = {}
-    for written in _layers(arguments, os.environ if environment is None else environment, keys, table):
-        for setting in _named(written, program):
-            name = setting.key
-            value = setting.value
-            if name in table.aliases:
-                aliases[name] = setting
-            elif name in table.names:
-                notes[name] = table.note(name, value)
+    return _Loading(PROGRAMS[program_name], folders).load(
+        arguments, config_name, os.environ if environment is None else environment
+    )
+
+
+class _Loading:
+    """The loading of one configuration.
+
+    Args:
+        program: what the configuration holds.
+        folders: folders with files of the user's own.
+    """
+
+    def __init__(self, program: Program, folders: Folders | None) -> None:
+        # Hydra takes half a second to import on a slow machine; workers, which get a configuration, never do.
+        from verl.config import composing
+
+        self._composing = composing
+        self._program = program
+        self._keys = keys_of(program.schema)
+        self._loader: ReadingLoader = composing.ReadingLoader(folders or composing.Folders(), self._read)
+        self._layers: list[list[Setting]] = []  # as Hydra merges them, the weakest first
+        self._in_memory: dict[str, list[Setting]] = {}  # config in the ConfigStore -> its settings
+        composing.store_schema(program.schema_name, program.schema)
+
+    def load(self, arguments: Sequence[str], config_name: str, environment: Mapping[str, str]) -> Loaded:
+        overrides = self._overrides(arguments, environment)
+        composed = self._composing.compose(self._loader, config_name, overrides)
+        origins = dict.fromkeys(self._keys, "default")
+        layer_of: dict[str, int] = {}
+        aliases: dict[str, tuple[int, Setting]] = {}
+        notes: dict[str, str | None] = {}
+        table = self._program.table
+        for number, layer in enumerate(self._layers, 1):
+            for setting in layer:
+                if setting.key in table.aliases:
+                    aliases[setting.key] = (number, setting)
+                elif setting.key in table.names:
+                    notes[setting.key] = table.note(setting.key, setting.value)
+                else:
+                    path = self._owner(setting.key)
+                    layer_of[path] = number
+                    if origins[path] != "default" or not self._repeats_default(setting):
+                        origins[path] = setting.origin
+        chosen = {
+            name: setting
+            for name, (number, setting) in aliases.items()
+            if setting.value is not None
+            # A key's own name wins over an alias in the same or a lower layer.
+            and (layer_of.get(table.aliases[name].key, 0) < number or table.aliases[name].joins)
+        }
+        for name, setting in chosen.items():
+            alias = table.aliases[name]
+            alias.check(name, setting.value)
+            origins[alias.key] = f"{setting.origin} ({name})"
+            changes = {**alias.also, **({alias.key: setting.value} if alias.convert is None else {})}
+            for path, value in changes.items():
+                self._composing.put(composed, path, value)
+        values = self._values(composed, origins)
+        config = build(self._program.schema, values)
+        check_values(config)
+        for name, setting in chosen.items():
+            alias = table.aliases[name]
+            if alias.convert is not None:
+                config = replace_values(config, {alias.key: alias.convert(config, setting.value)})
+        if isinstance(config, Config):
+            config = replace_values(config, _dependent_values(config))
+        return Loaded(config, origins, [note for note in notes.values() if note is not None])
+
+    def _overrides(self, arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        """Return what Hydra is asked for, with all but the files that it reads itself in the ConfigStore."""
+        overrides = self._stored(list(self._environment_settings(environment)))
+        changes: list[str] = []
+        settings: list[Setting] = []
+        pending = list(arguments)
+        while pending:
+            written = pending.pop(0)
+            if written.startswith("@"):
+                name = written[1:] or (pending.pop(0) if pending else "")
+                overrides += self._stored(list(self._translated(_file_settings(name))))
+                continue
+            argument = split(written)
+            if self._loader.is_group(argument.name):
+                overrides.append(written)
+            elif argument.name.split(".")[0] == "hydra":
+                changes.append(_hydra_override(argument))
+            elif argument.deletes:
+                self._check_name(Setting(argument.name, None, written, COMMAND_LINE))
+                changes.append(written)
+                settings = [entry for entry in settings if not _is_at(entry.key, argument.name)]
             else:
-                if name not in keys:  # it is in a dictionary in which any key may be set
-                    owner = next(path for path in keys if keys[path].is_open and _is_in(name, path))
-                    value = _with_entry(values[owner], name.removeprefix(owner + "."), value)
-                    name = owner
-                if type(value) is int and keys[name].types == (float,):
-                    value = float(value)
-                values[name] = value
-                origins[name] = setting.origin
-                layer_of[name] = setting.layer
-    # A key's own name wins over an alias in the same or a lower layer.
-    aliases = {
-        name: setting
-        for name, setting in aliases.items()
-        if setting.value is not None
-        and (layer_of.get(table.aliases[name].key, 0) < setting.layer or table.aliases[name].joins)
-    }
-    for name, setting in aliases.items():
-        alias = table.aliases[name]
-        alias.check(name, setting.value)
-        values.update(alias.also)
-        if alias.convert is None:
-            values[alias.key] = setting.value
-        origins[alias.key] = f"{setting.origin} ({name})"
-    _resolve(values, keys, origins)
-    config = program.schema()
-    for path, value in values.items():
-        source = keys[keys[path].follows or path] if keys[path].must_follow else keys[path]
-        set_value(config, path, expand_home(value) if source.is_path else value)
-    check_values(config)
-    for name, setting in aliases.items():
-        alias = table.aliases[name]
-        if alias.convert is not None:
-            set_value(config, alias.key, alias.convert(config, setting.value))
-    if isinstance(config, Config):
-        _complete(config)
-    return Loaded(config, origins, [note for note in notes.values() if note is not None])
+                setting = self._setting(argument)
+                changes = [change for change in changes if change.partition("=")[0] != f"~{argument.name}"]
+                settings += self._named(setting)
+        return [*overrides, *self._stored(settings), *changes]
+
+    def _stored(self, settings: list[Setting]) -> list[str]:
+        """Put a layer into the ConfigStore; return the overrides that add it, which are none if it is empty."""
+        if not settings:
+            return []
+        number = len(self._in_memory)
+        override = self._composing.store_layer(number, self._content(settings))
+        self._in_memory[override.lstrip("+").replace("=", "/")] = settings
+        return [override]
+
+    def _read(self, name: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what Hydra merges of a config: the keys of the schema, under its names."""
+        if name == self._program.schema_name:
+            return content
+        settings = self._in_memory.get(name)
+        if settings is None:
+            written = (Setting(str(key), value, f"{key} in {name}", name) for key, value in content.items())
+            settings = list(self._translated(written))
+        self._layers.append(settings)
+        return self._content(settings)
+
+    def _repeats_default(self, setting: Setting) -> bool:
+        """Return whether a shipped primary file has a key as the schema has it."""
+        if setting.origin not in PROGRAMS:
+            return False
+        default = self._composing.defaults_of(self._program.schema).get(setting.key, setting)
+        return type(default) is type(setting.value) and default == setting.value
+
+    def _content(self, settings: Sequence[Setting]) -> dict[str, Any]:
+        """Return the settings of the schema's keys as nested dictionaries."""
+        content: dict[str, Any] = {}
+        for setting in settings:
+            if setting.key not in self._program.table.names:
+                _insert(content, setting.key.split("."), setting.value)
+        return content
+
+    def _values(self, composed: DictConfig, origins: dict[str, str]) -> dict[str, Any]:
+        """Return the value of each key; of one that was deleted it is the default."""
+        defaults = self._composing.defaults_of(self._program.schema)
+        for path, default in defaults.items():
+            if not self._composing.has(composed, path):
+                self._composing.put(composed, path, default)
+                origins[path] = "default"
+        resolved = self._composing.resolve(composed)
+        values: dict[str, Any] = {}
+        for path, key in self._keys.items():
+            value: Any = resolved
+            for name in path.split("."):
+                value = value[name]
+            if key.follows is not None and origins[path] == "default":
+                origins[path] = f"as {key.follows}"
+                is_float = isinstance(values.get(key.follows), float)
+            else:
+                is_float = origins[path] != "default" and key.types == (float,)
+            if type(value) is int and is_float:
+                value = float(value)
+            source = self._keys[key.follows or path] if key.must_follow else key
+            values[path] = expand_home(value) if source.is_path else value
+        return values
+
+    def _environment_settings(self, environment: Mapping[str, str]) -> Iterator[Setting]:
+        names = {name.lower(): name for name in (*self._keys, *self._program.table.names)}
+        for variable, text in sorted(environment.items()):
+            if variable.startswith(VARIABLE_PREFIX):
+                name = variable.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
+                argument = Argument(f"{variable}={text}", "", names.get(name, name), text)
+                yield from self._named(replace(self._setting(argument), origin=f"environment ({variable})"))
+
+    def _setting(self, argument: Argument) -> Setting:
+        try:
+            value = read_value(argument.text or "", self._keys.get(argument.name))
+        except ValueError as error:
+            raise ValueError(f"Found {argument.written!r}{error}") from None
+        return Setting(argument.name, value, argument.written, COMMAND_LINE)
+
+    def _translated(self, settings: Iterator[Setting]) -> Iterator[Setting]:
+        for setting in settings:
+            yield from self._named(setting)
+
+    def _owner(self, name: str) -> str:
+        """Return the key of the schema that has this name, or is the dictionary in which it is."""
+        return name if name in self._keys else next(path for path in self._keys if _is_in(name, path))
+
+    def _check_name(self, setting: Setting) -> None:
+        """Check that a key, or a group of keys, exists."""
+        if not any(_is_in(path, setting.key) for path in self._keys):
+            list(self._named(setting))
+
+    def _named(self, setting: Setting) -> Iterator[Setting]:
+        """Yield the setting, or one for each entry of a dictionary that stands for a group of keys."""
+        keys = self._keys
+        table = self._program.table
+        name = setting.key
+        is_entry = any(_is_in(name, path) for path in keys if keys[path].is_open)
+        if name in keys or name in table.names or is_entry:
+            yield setting
+            return
+        for group, new_group in table.renamed_groups.items():
+            if _is_in(name, group):
+                yield from self._named(replace(setting, key=new_group + name.removeprefix(group)))
+                return
+        inside = [path for path in (*keys, *table.names) if _is_in(path, name)]
+        if inside and isinstance(setting.value, dict):
+            for inner, value in setting.value.items():
+                yield from self._named(replace(setting, key=f"{name}.{inner}", value=value))
+            return
+        settable_keys = [path for path in keys if keys[path].must_follow is None]
+        if inside:
+            names = ", ".join(path for path in settable_keys if path in inside)
+            raise ValueError(
+                f"Found {setting.text!r}, but {name} is a group of keys; expected one of: {names}."
+            )
+        first, *others = nearest_keys(name, settable_keys)
+        hint = table.removed.get(name, f"The nearest known key is {first!r} (then {', '.join(others)}).")
+        raise ValueError(f"Found the unknown key {name!r} in {setting.text!r}. {hint} --help lists all keys.")
 
 
-def _with_entry(dictionary: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return a dictionary with one more entry, at a dotted name."""
-    name, _, rest = path.partition(".")
-    return {**dictionary, name: _with_entry(dictionary.get(name) or {}, rest, value) if rest else value}
+HYDRA_KEYS = ("hydra.searchpath", "hydra.sweep.", "hydra.sweeper.", "hydra.launcher.", "hydra.job.env_set")
+HYDRA_KEYS += ("hydra.job.config.override_dirname.", "hydra.callbacks.", "hydra.verbose")
 
 
-def _complete(config: Config) -> None:
-    """Fill in, in place, what depends on several keys."""
+def _hydra_override(argument: Argument) -> str:
+    """Return an override of Hydra's own configuration. Raise ValueError if it has no meaning here."""
+    if not argument.name.startswith(HYDRA_KEYS):
+        raise ValueError(
+            f"Found the unknown key {argument.name!r} in {argument.written!r}. Nothing is written through "
+            "Hydra; the run's folder is trainer.default_local_dir. Of Hydra's keys there are "
+            f"{', '.join(HYDRA_KEYS)}. --help lists all keys."
+        )
+    return argument.written
+
+
+def _insert(content: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """Set an entry of nested dictionaries; a dictionary is merged with the one that is there."""
+    name, *rest = names
+    if rest:
+        inner = content.get(name)
+        if not isinstance(inner, dict):
+            inner = content[name] = {}
+        _insert(inner, rest, value)
+    elif isinstance(value, dict) and isinstance(content.get(name), dict):
+        for inner_name, inner_value in value.items():
+            _insert(content[name], [inner_name], inner_value)
+    else:
+        content[name] = value
+
+
+def _dependent_values(config: Config) -> dict[str, Any]:
+    """Return the values that depend on several keys."""
+    values: dict[str, Any] = {}
     for name, rows in DEFAULT_PASS_ROWS.items():  # these stay null where passes are formed by tokens
         if (
             get_value(config, f"{name}_per_gpu") is None
             and not config.actor_rollout_ref.actor.use_dynamic_bsz
         ):
-            set_value(config, f"{name}_per_gpu", max(1, rows // num_replicas(config)))
+            values[f"{name}_per_gpu"] = max(1, rows // num_replicas(config))
+    return values
 
 
-def _layers(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    keys: Mapping[str, Key],
-    table: CompatibilityTable,
-) -> Iterator[Setting]:
-    """Yield all settings, the weakest layer first."""
-
-    def value(name: str, text: str, written: str) -> Any:
-        declared = keys.get(name)
-        is_text = declared is not None and declared.types == (str,)
-        try:
-            return parse_value(text, is_text=is_text, nullable=declared is None or declared.nullable)
-        except ValueError as error:
-            raise ValueError(f"Found {written!r}{error}") from None
-
-    names = {name.lower(): name for name in (*keys, *table.names)}
-    for variable, text in sorted(environment.items()):
-        if variable.startswith(VARIABLE_PREFIX):
-            name = variable.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
-            name = names.get(name, name)
-            written = f"{variable}={text}"
-            yield Setting(name, value(name, text, written), written, 1, f"environment ({variable})")
-    layer = 2
-    pending = list(arguments)
-    settings = []
-    while pending:
-        argument = pending.pop(0)
-        if argument.startswith("@"):
-            yield from _file_settings(argument[1:] or (pending.pop(0) if pending else ""), layer)
-            layer += 1
-        else:
-            settings.append(argument)
-    for argument in settings:
-        name, text = _split(argument)
-        yield Setting(name, value(name, text, argument), argument, layer, "command line")
-
-
-def _file_settings(name: str, layer: int) -> Iterator[Setting]:
+def _file_settings(name: str) -> Iterator[Setting]:
     path = Path(name).expanduser()
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise ValueError(f"Found @{name}; expected a file that ends in .yaml, .yml or .toml.")
     if not path.is_file():
         raise ValueError(f"Found no file at @{name}; expected a yaml or toml file with keys.")
-    text = path.read_text(encoding="utf-8")
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, YamlLoader)  # noqa: S506
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        if path.suffix == ".toml":
+            content: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        else:
+            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{path}: can't be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict | None):
+    if not isinstance(content, dict):
         raise ValueError(f"{path}: found {type(content).__name__}; expected keys with values.")
-    for key, value in (content or {}).items():
-        yield Setting(str(key), value, f"{key} in {path}", layer, str(path))
-
-
-def _split(argument: str) -> tuple[str, str]:
-    """Return the key of an argument, and its value as text."""
-    name, equals, text = argument.lstrip("+").partition("=")
-    if argument.startswith("~"):
-        raise ValueError(f"Found {argument!r}; a key cannot be removed. Set {name[1:]}=null or leave it out.")
-    if argument.startswith("-"):
-        raise ValueError(f"Found the option {argument!r}; expected key=value. --help lists the keys.")
-    if not equals:
-        raise ValueError(f"Found {argument!r}; expected key=value.")
-    if re.fullmatch("[A-Z][A-Z0-9_]+", name):
-        raise ValueError(
-            f"Found the unknown key {name!r} in {argument!r}. An environment variable goes before the "
-            f"command: {name}={text} bash <the script> ... --help lists all keys."
-        )
-    return name.strip(), text
-
-
-def _named(setting: Setting, program: Program) -> Iterator[Setting]:
-    """Yield the setting, or one for each entry of a dictionary that stands for a group of keys."""
-    keys = keys_of(program.schema)
-    table = program.table
-    name = setting.key
-    if name in keys or name in table.names or any(_is_in(name, path) for path in keys if keys[path].is_open):
-        yield setting
-        return
-    for group, new_group in table.renamed_groups.items():
-        if _is_in(name, group):
-            yield from _named(replace(setting, key=new_group + name.removeprefix(group)), program)
-            return
-    inside = [path for path in (*keys, *table.names) if _is_in(path, name)]
-    if inside and isinstance(setting.value, dict):
-        for inner, value in setting.value.items():
-            yield from _named(replace(setting, key=f"{name}.{inner}", value=value), program)
-        return
-    settable_keys = [path for path in keys if keys[path].must_follow is None]
-    if inside:
-        names = ", ".join(path for path in settable_keys if path in inside)
-        raise ValueError(f"Found {setting.text!r}, but {name} is a group of keys; expected one of: {names}.")
-    first, *others = nearest_keys(name, settable_keys)
-    hint = table.removed.get(name, f"The nearest known key is {first!r} (then {', '.join(others)}).")
-    if name.split(".")[0] == "hydra":
-        hint = "Nothing is written through Hydra; the run's folder is trainer.default_local_dir."
-    raise ValueError(f"Found the unknown key {name!r} in {setting.text!r}. {hint} --help lists all keys.")
+    for key, value in content.items():
+        yield Setting(str(key), value, f"{key} in {path}", str(path))
 
 
 def _is_in(name: str, group: str) -> bool:
     return name.startswith(group + ".")
 
 
-def _resolve(values: dict[str, Any], keys: Mapping[str, Key], origins: dict[str, str]) -> None:
-    """Fill in, in place, defaults that follow other keys, and `${key}` in texts."""
-
-    def resolved(path: str, waiting: tuple[str, ...] = ()) -> Any:
-        if path not in values:
-            raise ValueError(
-                f"Found ${{{path}}} in {waiting[-1]}={values[waiting[-1]]}; there is no such key."
-            )
-        if path in waiting:
-            raise ValueError(f"Found {path}={values[path]}, which leads back to itself; expected a value.")
-        source = keys[path].follows
-        chain = (*waiting, path)
-        if source is not None and origins[path] == "default":
-            values[path] = resolved(source, chain)
-            origins[path] = f"as {source}"
-        value = values[path]
-        if isinstance(value, str):
-            only_key = re.fullmatch(r"\$\{([\w.]+)\}", value)
-            text = re.sub(r"\$\{([\w.]+)\}", lambda match: format_value(resolved(match[1], chain)), value)
-            values[path] = resolved(only_key[1], chain) if only_key else text
-        return values[path]
-
-    for path in keys:
-        resolved(path)
+def _is_at(name: str, group: str) -> bool:
+    return name == group or _is_in(name, group)
 
 
 def nearest_keys(name: str, known: Sequence[str], count: int = 3) -> list[str]:
@@ -333,12 +435,15 @@ def load_sft_config(arguments: Sequence[str]) -> SFTConfig:
     return config
 
 
-def absolute_folders(config: Block, paths: Sequence[str]) -> None:
-    """Make the folders of these keys absolute, in place, because workers may have another working directory.
+def absolute_folders(config: AnyConfig, paths: Sequence[str]) -> AnyConfig:
+    """Return the configuration with the folders of these keys absolute, for workers that start elsewhere.
 
     A value that is no folder here (null, a name on the hub) stays as it is.
     """
-    for path in paths:
-        value = get_value(config, path)
-        if value is not None and Path(value).is_dir():
-            set_value(config, path, str(Path(value).absolute()))
+    values = {path: get_value(config, path) for path in paths}
+    folders = {
+        path: str(Path(value).absolute())
+        for path, value in values.items()
+        if value is not None and Path(value).is_dir()
+    }
+    return replace_values(config, folders)

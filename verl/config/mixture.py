@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from verl.config.keys import Block, Count, NotNegative, Positive, Range, as_list, key, keys_of
+from verl.config.keys import Block, Count, NotNegative, Positive, Range, as_list, config_block, key, keys_of
 from verl.config.schema import Config
 
 SUFFIXES = (".parquet", ".jsonl")
@@ -26,7 +26,7 @@ VALIDATION = "val"  # the name of a set without files
 Entry = TypeVar("Entry", bound=Block)
 
 
-@dataclass(slots=True)
+@config_block
 class Source(Block):
     """One entry of `data.mixture`; `files` are the files that `path` stands for."""
 
@@ -80,21 +80,21 @@ def sources_of(config: Config, with_data: bool = True) -> list[Source]:
         if source.env is not None and not isinstance(source.env.get("id"), str):
             raise ValueError(f"Found env: {source.env} in {where}; expected {{id: <name>, args: {{...}}}}.")
         paths = [Path(path).expanduser() for path in as_list(source.path) if path is not None]
-        source.files = tuple(file for path in paths for file in _files(path, as_list(source.splits)))
+        files = tuple(file for path in paths for file in _files(path, as_list(source.splits)))
         for path in paths if with_data else []:
-            if not any(file == path or path in file.parents for file in source.files):
+            if not any(file == path or path in file.parents for file in files):
                 raise ValueError(
                     f"Found no file {' or '.join(SUFFIXES)} at {path} ({where}); expected one, or a folder "
                     f"with files whose names begin with {source.splits}."
                 )
-        source.name = source.name or (paths[0].stem if paths else (source.env or {})["id"])
-        if source.name in sources or "/" in source.name:
-            problem = "with a /" if "/" in source.name else "twice"
+        name = source.name or (paths[0].stem if paths else (source.env or {})["id"])
+        if name in sources or "/" in name:
+            problem = "with a /" if "/" in name else "twice"
             raise ValueError(
-                f"Found the name {source.name!r} at {where} {problem}; "
+                f"Found the name {name!r} at {where} {problem}; "
                 "expected a name of its own for each source: name: <name>."
             )
-        sources[source.name] = source
+        sources[name] = replace(source, name=name, files=files)
     return list(sources.values())
 
 
@@ -120,7 +120,7 @@ def read_entry(block: type[Entry], entry: object, where: str, expected: str) -> 
     return block(**settings)
 
 
-@dataclass(slots=True)
+@config_block
 class HeldOut(Block):
     """One entry of `trainer.evals`: rows that are asked during training, and never trained on.
 
@@ -156,27 +156,27 @@ def evals_of(config: Config, with_data: bool = True) -> list[HeldOut]:
     for number, entry in enumerate(config.trainer.evals or []):
         where = f"trainer.evals[{number}]"
         held_out = read_entry(HeldOut, entry, where, "{files: <file>, every: 100, rollouts: 4}")
-        held_out.of_validation = held_out.files is None
+        of_validation = held_out.files is None
         files = [Path(file).expanduser() for file in as_list(held_out.files) if file is not None]
         for file in files if with_data else []:
             if not file.is_file() or file.suffix not in SUFFIXES:
                 raise ValueError(f"Found no file {' or '.join(SUFFIXES)} at {file} ({where}); expected one.")
         default = files[0].stem if files else VALIDATION
         name = held_out.name or default
-        held_out.name = name
+        full_name = name
         if held_out.retriever != OWN:
-            held_out.name = f"{name}/{held_out.retriever}"
-            if not config.do_search and not held_out.of_validation:
+            full_name = f"{name}/{held_out.retriever}"
+            if not config.do_search and not of_validation:
                 raise ValueError(
                     f"Found retriever: {held_out.retriever} in {where} with do_search=false, where nothing "
                     f"is searched; expected do_search=true, or retriever: {OWN}."
                 )
-        if held_out.name in sets or "/" in name:
+        if full_name in sets or "/" in name:
             raise ValueError(
-                f"Found the name {held_out.name!r} at {where}, which is taken or has a /; expected one of "
+                f"Found the name {full_name!r} at {where}, which is taken or has a /; expected one of "
                 "its own: name: <name>."
             )
-        sets[held_out.name] = held_out
+        sets[full_name] = replace(held_out, name=full_name, of_validation=of_validation)
     return list(sets.values())
 
 

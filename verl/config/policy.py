@@ -5,7 +5,6 @@ The latter are those of the policy, its update, its rollouts, the reference and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from verl.config.keys import (
@@ -19,6 +18,7 @@ from verl.config.keys import (
     Range,
     Share,
     Whole,
+    config_block,
     follows_actor,
     group,
     key,
@@ -28,7 +28,7 @@ from verl.config.keys import (
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
 
 
-@dataclass(slots=True)
+@config_block
 class Optim(Block):
     """An optimizer and its schedule."""
 
@@ -45,7 +45,7 @@ class Optim(Block):
     total_training_steps: int = -1  # not a key; length of the schedule in steps, filled in by the trainer
 
 
-@dataclass(slots=True)
+@config_block
 class MixedPrecision(Block):
     """The types of the computation. Gradients are summed over processes in fp32."""
 
@@ -56,7 +56,7 @@ class MixedPrecision(Block):
     )
 
 
-@dataclass(slots=True)
+@config_block
 class Fsdp(Block):
     """The memory of a trained model: how it is kept and cut over processes."""
 
@@ -70,7 +70,7 @@ class Fsdp(Block):
     mixed_precision: MixedPrecision = group(MixedPrecision)
 
 
-@dataclass(slots=True)
+@config_block
 class Model(Block):
     """A model that is trained, whole or by adapters."""
 
@@ -86,14 +86,14 @@ class Model(Block):
     )
 
 
-@dataclass(slots=True)
+@config_block
 class ModelWithAdapters(Model):
     """A model that may go on from adapters."""
 
     lora_adapter_path: FilePath | None = key(None, "PEFT folder to go on from; KL is to the model without")
 
 
-@dataclass(slots=True)
+@config_block
 class Policy(ModelWithAdapters):
     """The policy."""
 
@@ -101,7 +101,7 @@ class Policy(ModelWithAdapters):
     path: FilePath = key(None, "Hugging Face folder of the policy, or its name on the hub")
 
 
-@dataclass(slots=True)
+@config_block
 class PolicyLoss(Block):
     """The choice of the policy loss, and what single losses read besides the clip ratios."""
 
@@ -124,7 +124,7 @@ class PolicyLoss(Block):
     ipo_kl_tau: float = 0.0  # ipo: weight of the squared log-ratio
 
 
-@dataclass(slots=True)
+@config_block
 class EntropyControl(Block):
     """An entropy bonus whose weight moves so that the entropy stays above a target."""
 
@@ -134,7 +134,7 @@ class EntropyControl(Block):
     min_coeff: float = 0.0  # constant: least weight
 
 
-@dataclass(slots=True)
+@config_block
 class Megatron(Block):
     """The way megatron-core cuts the model (strategy=megatron).
 
@@ -147,7 +147,7 @@ class Megatron(Block):
     sequence_parallel: ClassVar[bool] = True  # with tensor parallelism: activations are shared too
 
 
-@dataclass(slots=True)
+@config_block
 class Actor(Block):
     """The policy's update."""
 
@@ -195,7 +195,7 @@ class Actor(Block):
     megatron: Megatron = group(Megatron)
 
 
-@dataclass(slots=True)
+@config_block
 class ReferenceFsdp(Block):
     """The reference's memory."""
 
@@ -206,7 +206,7 @@ class ReferenceFsdp(Block):
     mixed_precision: MixedPrecision = group(MixedPrecision, "actor.fsdp_config.mixed_precision")
 
 
-@dataclass(slots=True)
+@config_block
 class ReferenceConfig(Block):
     """The frozen model that a KL is measured to; it shares the actor's processes."""
 
@@ -219,14 +219,14 @@ class ReferenceConfig(Block):
     megatron: Megatron = group(Megatron, "actor.megatron")
 
 
-@dataclass(slots=True)
+@config_block
 class Teacher(Block):
     """A model to learn from."""
 
     path: FilePath | None = key(None, "frozen model for the loss distillation, with the policy's tokenizer")
 
 
-@dataclass(slots=True)
+@config_block
 class Vllm(Block):
     """The keys that only vLLM reads."""
 
@@ -240,7 +240,7 @@ class RemoteServers(Block):
     urls: str | list[str] | None = key(None, "servers that run already, http://host:port")
 
 
-@dataclass(slots=True)
+@config_block
 class Rollout(Block):
     """The sampling of trajectories."""
 
@@ -295,7 +295,7 @@ class Rollout(Block):
     block_size: ClassVar[int] = 32  # positions per block of the KV cache
 
 
-@dataclass(slots=True)
+@config_block
 class ActorRolloutRef(Block):
     """The policy in all its parts."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,26 +13,27 @@ import yaml
 
 from verl.config.keys import Block, Key, get_value, settable, to_dict
 from verl.config.loading import PROGRAMS, Loaded
-from verl.config.values import read_number
 
 _COMMENT_AT = 34
 _WIDTH = 120
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _HEADER = """\
-Made by `python -m verl.config` from the schema in verl/config; don't edit it. Each key is set by `key=value`
-on the command line, by a file of such keys (`@ file.yaml` or .toml), or by an environment variable
-(VERL__TRAINER__SEED=1), the later of these last and the command line above all.
+Hydra reads this file: what you change here holds for every run. `--config-dir` adds a folder with files of
+your own. Stronger are environment variables (VERL__TRAINER__SEED=1), then recipes (`+recipe=NAME`) and
+files of keys (`@ file.yaml` or .toml), then `key=value` on the command line; see docs/configuration.md.
+`python -m verl.config` writes this file anew from the schema in verl/config.
 """
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """A dumper that puts text such as 1e5 in quotes: files of keys read it as a number, yaml 1.1 as text."""
+    """A dumper that puts text such as 1e5 in quotes: files of keys read it as a number."""
 
 
 _YamlDumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if read_number(text) is text else "'"
+        "tag:yaml.org,2002:str", text, style="'" if _NUMBER.fullmatch(text) else None
     ),
 )
 
@@ -81,7 +83,8 @@ def yaml_file(config_name: str) -> str:
     """Return the readable file of a program's keys."""
     module = {"sft_trainer": "fsdp_sft_trainer"}.get(config_name, "main_ppo")
     first = f"Configuration of `python -m verl.trainer.{module} key=value ...`.\n"
-    return "".join(f"# {line}\n" for line in (first + _HEADER).splitlines()) + to_yaml(config_name)
+    header = "".join(f"# {line}\n" for line in (first + _HEADER).splitlines())
+    return f"{header}defaults: [{PROGRAMS[config_name].schema_name}, _self_]\n" + to_yaml(config_name)
 
 
 def json_schema() -> str:

@@ -9,7 +9,6 @@ training process: one per GPU, or nnodes * n_gpus_per_node of them on CPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from verl.config.environments import EnvironmentConfig, VerifiersConfig
@@ -24,6 +23,7 @@ from verl.config.keys import (
     Range,
     Share,
     Whole,
+    config_block,
     follows_actor,
     group,
     key,
@@ -42,7 +42,7 @@ from verl.config.policy import (
 )
 
 
-@dataclass(slots=True)
+@config_block
 class PoolsConfig(Block):
     """The choice of the prompts that a step draws."""
 
@@ -55,7 +55,7 @@ class PoolsConfig(Block):
     hard_threshold: ClassVar[float] = 0.0  # a row is hard if its group has at most this mean score
 
 
-@dataclass(slots=True)
+@config_block
 class Data(Block):
     """The rows of questions, and limits on the length of a trajectory."""
 
@@ -83,7 +83,7 @@ class Data(Block):
     difficulty_pools: PoolsConfig = group(PoolsConfig)
 
 
-@dataclass(slots=True)
+@config_block
 class CriticOptim(Optim):
     """The critic's optimizer."""
 
@@ -91,7 +91,7 @@ class CriticOptim(Optim):
     name: str = follows_actor("actor.optim.name")
 
 
-@dataclass(slots=True)
+@config_block
 class CriticModel(Model):
     """The critic's model: the policy's settings, except those that decide its memory."""
 
@@ -102,7 +102,7 @@ class CriticModel(Model):
     fsdp_config: Fsdp = group(Fsdp, "actor.fsdp_config", but="param_offload optimizer_offload")
 
 
-@dataclass(slots=True)
+@config_block
 class Critic(Block):
     """The value model of estimators such as gae; it shares the actor's processes."""
 
@@ -128,7 +128,7 @@ class Critic(Block):
     megatron: Megatron = group(Megatron, "actor.megatron")
 
 
-@dataclass(slots=True)
+@config_block
 class OverlongBuffer(Block):
     """A penalty for trajectories that near their limit of length."""
 
@@ -137,7 +137,7 @@ class OverlongBuffer(Block):
     penalty_factor: NotNegative = key(1.0, "taken off at the limit; evenly less before it")
 
 
-@dataclass(slots=True)
+@config_block
 class RewardModel(Block):
     """The rewards of a trajectory besides exact match."""
 
@@ -148,7 +148,7 @@ class RewardModel(Block):
     overlong_buffer: OverlongBuffer = group(OverlongBuffer)
 
 
-@dataclass(slots=True)
+@config_block
 class RewardFunction(Block):
     """A reward function of the user's own."""
 
@@ -156,7 +156,7 @@ class RewardFunction(Block):
     name: str = key("compute_score", "its name; gets data_source, solution_str, ground_truth, extra_info")
 
 
-@dataclass(slots=True)
+@config_block
 class Retriever(Block):
     """The retrieval server. A key that it asks for is read from the environment (SEARCH_R1_API_KEY)."""
 
@@ -168,7 +168,7 @@ class Retriever(Block):
     corpus_path: FilePath | None = key(None, "the corpus that is meant; a server of another one is refused")
 
 
-@dataclass(slots=True)
+@config_block
 class FilterGroups(Block):
     """The filter of prompts that teach nothing (DAPO)."""
 
@@ -185,7 +185,7 @@ class FilterGroups(Block):
         return self.max_num_gen_batches != 1
 
 
-@dataclass(slots=True)
+@config_block
 class KlControl(Block):
     """The weight of the KL in the reward."""
 
@@ -195,7 +195,7 @@ class KlControl(Block):
     horizon: Positive | None = key(None, "adaptive: how fast, in trajectories")
 
 
-@dataclass(slots=True)
+@config_block
 class RolloutCorrection(Block):
     """The correction of a rollout engine whose probabilities are not the trainer's.
 
@@ -216,7 +216,7 @@ class RolloutCorrection(Block):
     bypass_mode: bool = key(False, "true: the engine's log-probs are the old ones; no pass for old log-probs")
 
 
-@dataclass(slots=True)
+@config_block
 class AlgorithmConfig(Block):
     """The way from rewards to advantages."""
 
@@ -242,7 +242,7 @@ class AlgorithmConfig(Block):
     rae_decay: ClassVar[float] = 0.95  # share of a data source's running mean that remains after one score
 
 
-@dataclass(slots=True)
+@config_block
 class RunSettings(Block):
     """Keys of `trainer` that reinforcement learning and supervised training share."""
 
@@ -284,7 +284,7 @@ class RunSettings(Block):
     max_skipped_updates: Count = key(10, "the run stops after so many updates in a row without a finite loss")
 
 
-@dataclass(slots=True)
+@config_block
 class AsyncTraining(Block):
     """Rollouts that go on while the policy is trained (with rollout.placement=apart)."""
 
@@ -296,7 +296,7 @@ class AsyncTraining(Block):
     repeatable: bool = key(False, "weights change between batches: the same run every time")
 
 
-@dataclass(slots=True)
+@config_block
 class Trainer(RunSettings):
     """The run."""
 
@@ -323,7 +323,7 @@ class Trainer(RunSettings):
     cpus_per_process: ClassVar[float] = 0.25  # Ray's CPUs that each process reserves: several fit on a core
 
 
-@dataclass(slots=True)
+@config_block
 class Config(Block):
     """The whole configuration of a run of reinforcement learning."""
 
@@ -344,7 +344,7 @@ class Config(Block):
 # ---- supervised training; the names are verl's ----
 
 
-@dataclass(slots=True)
+@config_block
 class Multiturn(Block):
     """Rows that are whole conversations."""
 
@@ -354,7 +354,7 @@ class Multiturn(Block):
     enable_thinking_key: str = key("enable_thinking", "column for the chat template's enable_thinking")
 
 
-@dataclass(slots=True)
+@config_block
 class SFTData(Block):
     """The rows of text, and which of it is trained."""
 
@@ -377,7 +377,7 @@ class SFTData(Block):
     shuffle: bool = key(True, "new order of the rows each epoch (seeded by trainer.seed)")
 
 
-@dataclass(slots=True)
+@config_block
 class SFTFsdp(Block):
     """The memory of the model: how it is kept and cut over processes."""
 
@@ -389,7 +389,7 @@ class SFTFsdp(Block):
     fsdp_size: ClassVar[int] = -1
 
 
-@dataclass(slots=True)
+@config_block
 class SFTModel(ModelWithAdapters):
     """The model."""
 
@@ -402,7 +402,7 @@ class SFTModel(ModelWithAdapters):
         return self.partial_pretrain
 
 
-@dataclass(slots=True)
+@config_block
 class SFTOptim(Optim):
     """The optimizer and its schedule."""
 
@@ -413,7 +413,7 @@ class SFTOptim(Optim):
     clip_grad: Positive = key(1.0, "largest norm of the gradient")
 
 
-@dataclass(slots=True)
+@config_block
 class SFTTrainer(RunSettings):
     """The run; the trained model is in <default_local_dir>/huggingface at the end."""
 
@@ -423,7 +423,7 @@ class SFTTrainer(RunSettings):
     seed: Whole = key_like(RunSettings, "seed", 1)
 
 
-@dataclass(slots=True)
+@config_block
 class SFTConfig(Block):
     """The whole configuration of supervised training."""
 
