@@ -1,56 +1,148 @@
-"""The arguments of a program: keys, files of keys, and the options that print the configuration and exit."""
+"""The arguments of a program: keys, files of keys, and the options of Hydra and of our own."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from verl.config.keys import settable
 from verl.config.loading import PROGRAMS, Loaded, load
 from verl.config.render import to_yaml
 
+if TYPE_CHECKING:
+    from verl.config.composing import Folders
+
 OPTIONS = """\
 --help              this list, with the values that the other arguments give
 --print             these values, without their meaning; --print --origins: where each comes from
---config-name NAME  start from other defaults: {names}
-@ FILE              keys from a .yaml or .toml file; of several files the later ones win
-Layers, the weakest first: defaults, environment (VERL__TRAINER__SEED=1), files, key=value."""
+--config-name NAME  another primary file: {names}, or one of your own
+--config-dir DIR    a folder with files of your own: DIR/NAME.yaml, DIR/recipe/NAME.yaml
+--config-path DIR   the folder of the primary files, in place of verl/trainer/config
+--multirun          a run for each combination of values, as trainer.seed=1,2 (docs/configuration.md)
++recipe=NAME        keys from configs/NAME.yaml or DIR/recipe/NAME.yaml
+@ FILE              keys from a .yaml or .toml file; of several files and recipes the later ones win
+Layers, the weakest first: primary file, environment (VERL__TRAINER__SEED=1), recipes and files, key=value."""
+
+_FLAGS = (("--help", "-h"), ("--print",), ("--origins",), ("--multirun", "-m"))
+_WITH_VALUE = (("--config-name", "-cn"), ("--config-dir", "-cd"), ("--config-path", "-cp"))
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The arguments, with the options apart.
+
+    Attributes:
+        program: the primary file whose program this is, one of PROGRAMS.
+        config_name: the primary file.
+        config_path: folder that replaces the one of the primary files.
+        config_dir: folder that is searched besides.
+        rest: overrides, and files of keys.
+        shown: what is printed in place of a run: "help", "print", "origins" or nothing.
+        multirun: whether the arguments ask for a sweep.
+    """
+
+    program: str
+    config_name: str
+    config_path: str | None
+    config_dir: str | None
+    rest: Sequence[str]
+    shown: str
+    multirun: bool
+
+    @property
+    def options(self) -> list[str]:
+        """Return the options that a job of a sweep gets too."""
+        options = [f"--config-name={self.config_name}"]
+        options += [f"--config-path={self.config_path}"] * (self.config_path is not None)
+        options += [f"--config-dir={self.config_dir}"] * (self.config_dir is not None)
+        flags = {"help": ["--help"], "print": ["--print"], "origins": ["--print", "--origins"]}
+        return options + flags.get(self.shown, [])
+
+    @property
+    def folders(self) -> Folders:
+        from verl.config.composing import Folders  # it imports Hydra, which takes time
+
+        return Folders(self.config_path, self.config_dir)
+
+    def load(self, arguments: Sequence[str] | None = None) -> Loaded:
+        """Load the configuration, of other arguments where they are given."""
+        rest = self.rest if arguments is None else arguments
+        return load(rest, self.config_name, program_name=self.program, folders=self.folders)
+
+
+def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
+    """Return the arguments with the options apart. Raise ValueError if an option can't be read."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flags in _FLAGS:
+        parser.add_argument(*flags, action="store_true")
+    for flags in _WITH_VALUE:
+        parser.add_argument(*flags)
+    try:
+        options, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        option = str(error.argument_name).split("/")[0]
+        if not option.startswith("--config"):
+            raise ValueError(f"Found {error.argument_name} with a value; expected it alone.") from None
+        kind = "name" if option == "--config-name" else "folder"
+        example = f" for example {names[0]}" if kind == "name" else " one"
+        raise ValueError(f"Found {option} without a {kind}; expected{example}.") from None
+    name = (options.config_name or names[0]).removesuffix(".yaml")
+    has_folder = options.config_dir is not None or options.config_path is not None
+    if name not in names and (name in PROGRAMS or not has_folder):
+        expected = f"{', '.join(names)}, or with --config-dir a file of yours"
+        raise ValueError(f"Found --config-name {name}; expected one of: {expected}.")
+    shown = ""
+    if options.help:
+        shown = "help"
+    elif options.origins:
+        shown = "origins"
+    elif options.print:
+        shown = "print"
+    return CommandLine(
+        program=names[0],
+        config_name=name,
+        config_path=options.config_path,
+        config_dir=options.config_dir,
+        rest=rest,
+        shown=shown,
+        multirun=options.multirun,
+    )
 
 
 def read_arguments(
-    argv: Sequence[str], names: Sequence[str] = ("ppo_trainer", "ppo_megatron_trainer")
+    argv: Sequence[str],
+    names: Sequence[str] = ("ppo_trainer", "ppo_megatron_trainer"),
+    module: str | None = None,
 ) -> Loaded:
     """Return the configuration that the arguments ask for.
 
     Args:
         argv: the arguments.
-        names: the configurations that the program takes. The first one is used without `--config-name`.
+        names: the primary files that the program takes. The first one is used without `--config-name`.
+        module: the program, `python -m MODULE`, which `--multirun` starts for each job; None: it is refused.
 
     Raises:
         ValueError: an argument can't be read; see `load`.
-        SystemExit: with code 0 after `--help` or `--print`.
+        SystemExit: with code 0 after `--help` or `--print`, with the status of the jobs after `--multirun`.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config-name", default=names[0])
-    for flags in (("--help", "-h"), ("--print",), ("--origins",)):
-        parser.add_argument(*flags, action="store_true")
-    try:
-        options, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        if error.argument_name != "--config-name":
-            raise ValueError(f"Found {error.argument_name} with a value; expected it alone.") from None
-        raise ValueError(f"Found --config-name without a name; expected for example {names[0]}.") from None
-    name = options.config_name.removesuffix(".yaml")
-    if name not in names:
-        raise ValueError(f"Found --config-name {name}; expected one of: {', '.join(names)}.")
-    loaded = load(rest, name)
-    if options.help:
+    command = parse(argv, names)
+    if command.multirun and module is None:
+        raise ValueError("Found --multirun; expected it for verl.trainer.main_ppo or fsdp_sft_trainer.")
+    if command.multirun and command.shown != "help":
+        from verl.config.sweeps import run_sweep
+
+        sys.exit(run_sweep(command, str(module)))
+    loaded = command.load()
+    if command.shown == "help":
         print(OPTIONS.format(names=", ".join(names)))
-        print(to_yaml(name, loaded))
-    elif options.print or options.origins:
-        print(to_yaml(name, loaded, with_origins=options.origins, with_meaning=False))
-        print(f"# {len(settable(PROGRAMS[name].schema))} keys")
+        print(to_yaml(command.program, loaded))
+    elif command.shown:
+        is_with_origins = command.shown == "origins"
+        print(to_yaml(command.program, loaded, with_origins=is_with_origins, with_meaning=False))
+        print(f"# {len(settable(PROGRAMS[command.program].schema))} keys")
     else:
         return loaded
     sys.exit(0)

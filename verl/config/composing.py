@@ -6,8 +6,8 @@
     < +recipe=NAME and @ FILE, in the order of the command line
     < key=value
 
-Each of them is a config in Hydra's defaults list, and Hydra merges them. What this module adds is that each one
-is shown to a reader as it is merged, so that old names are translated, and the origin of a value is known.
+Each of them is a config in Hydra's defaults list, and Hydra merges them. What this module adds is that each
+one is shown to a reader as it is merged, so that old names are translated, and the origin of a value is known.
 
 Importing this module takes half a second on a slow machine, so `verl.config.loading` does it when it loads.
 """
@@ -85,7 +85,9 @@ class ReadingLoader(ConfigLoaderImpl):
     def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
         result = super()._load_single_config(default, repo)
         name = str(default.config_path)
-        if name.startswith("hydra/") or not isinstance(result.config, DictConfig):
+        is_of_hydra = name.startswith("hydra/")
+        is_schema = result.is_schema_source and not name.startswith(MEMORY)
+        if is_of_hydra or is_schema or not isinstance(result.config, DictConfig):
             return result
         content = OmegaConf.to_container(result.config, resolve=False)
         assert isinstance(content, dict)
@@ -148,7 +150,7 @@ def has(config: DictConfig, path: str) -> bool:
     """Return whether a key with this dotted name is there."""
     node: Any = config
     for name in path.split("."):
-        if not isinstance(node, DictConfig) or node._is_none() or name not in node.keys():
+        if not isinstance(node, DictConfig) or node._is_none() or name not in node:
             return False
         node = node._get_node(name)
     return True
@@ -190,4 +192,4 @@ def _written_value(config: DictConfig, path: str) -> Any:
 def one_line(error: Exception) -> str:
     """Return an error's message, or that of its cause, in one line."""
     text = str(error) or str(error.__cause__)
-    return " ".join(text.split())
+    return " ".join(text.split()).partition(" Config search path:")[0]

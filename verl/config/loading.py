@@ -5,8 +5,8 @@
       -> Hydra merges them (verl.config.composing), OmegaConf resolves ${interpolations}
       -> checked -> Config
 
-`+key` and `++key` mean `key` for keys of the schema (Search-R1's scripts need that), and of a repeated key the
-last one counts.
+`+key` and `++key` mean `key` for keys of the schema (Search-R1's scripts need that), and of a repeated key
+the last one counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import yaml
 from verl.config.compatibility import DEFAULT_PASS_ROWS, RL, SFT, CompatibilityTable, num_replicas
 from verl.config.keys import (
     Block,
-    Key,
     build,
     check_values,
     expand_home,
@@ -122,9 +121,72 @@ def load(
         raise ValueError(
             f"Found no configuration named {program_name!r}; expected one of: {', '.join(PROGRAMS)}."
         )
-    return _Loading(PROGRAMS[program_name], folders).load(
-        arguments, config_name, os.environ if environment is None else environment
-    )
+    program = PROGRAMS[program_name]
+    names = _Names(program)
+    for written in _overrides_among(arguments):
+        argument = split(written)
+        if "." in argument.name and not _is_in(argument.name, "hydra"):
+            names.check(argument)  # a misspelt key is said before Hydra is imported
+    variables = os.environ if environment is None else environment
+    return _Loading(program, names, folders).load(arguments, config_name, variables)
+
+
+def _overrides_among(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments that are no files."""
+    is_file = False
+    for argument in arguments:
+        if not is_file and not argument.startswith("@"):
+            yield argument
+        is_file = not is_file and argument == "@"
+
+
+class _Names:
+    """The names that a program's keys have, and had.
+
+    Args:
+        program: what the configuration holds.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.keys = keys_of(program.schema)
+        self.table = program.table
+
+    def owner(self, name: str) -> str:
+        """Return the key of the schema that has this name, or is the dictionary in which it is."""
+        return name if name in self.keys else next(path for path in self.keys if _is_in(name, path))
+
+    def check(self, argument: Argument) -> None:
+        """Raise ValueError if there is no key, and no group of keys, with the name of an argument."""
+        if not any(_is_in(path, argument.name) for path in (*self.keys, *self.table.names)):
+            list(self.translated(Setting(argument.name, None, argument.written, COMMAND_LINE)))
+
+    def translated(self, setting: Setting) -> Iterator[Setting]:
+        """Yield the setting, or one for each entry of a dictionary that stands for a group of keys."""
+        keys = self.keys
+        table = self.table
+        name = setting.key
+        is_entry = any(_is_in(name, path) for path in keys if keys[path].is_open)
+        if name in keys or name in table.names or is_entry:
+            yield setting
+            return
+        for group, new_group in table.renamed_groups.items():
+            if _is_in(name, group):
+                yield from self.translated(replace(setting, key=new_group + name.removeprefix(group)))
+                return
+        inside = [path for path in (*keys, *table.names) if _is_in(path, name)]
+        if inside and isinstance(setting.value, dict):
+            for inner, value in setting.value.items():
+                yield from self.translated(replace(setting, key=f"{name}.{inner}", value=value))
+            return
+        settable_keys = [path for path in keys if keys[path].must_follow is None]
+        if inside:
+            names = ", ".join(path for path in settable_keys if path in inside)
+            raise ValueError(
+                f"Found {setting.text!r}, but {name} is a group of keys; expected one of: {names}."
+            )
+        first, *others = nearest_keys(name, settable_keys)
+        hint = table.removed.get(name, f"The nearest known key is {first!r} (then {', '.join(others)}).")
+        raise ValueError(f"Found the unknown key {name!r} in {setting.text!r}. {hint} --help lists all keys.")
 
 
 class _Loading:
@@ -132,15 +194,17 @@ class _Loading:
 
     Args:
         program: what the configuration holds.
+        names: the names of its keys.
         folders: folders with files of the user's own.
     """
 
-    def __init__(self, program: Program, folders: Folders | None) -> None:
+    def __init__(self, program: Program, names: _Names, folders: Folders | None) -> None:
         # Hydra takes half a second to import on a slow machine; workers, which get a configuration, never do.
         from verl.config import composing
 
         self._composing = composing
         self._program = program
+        self._names = names
         self._keys = keys_of(program.schema)
         self._loader: ReadingLoader = composing.ReadingLoader(folders or composing.Folders(), self._read)
         self._layers: list[list[Setting]] = []  # as Hydra merges them, the weakest first
@@ -162,7 +226,7 @@ class _Loading:
                 elif setting.key in table.names:
                     notes[setting.key] = table.note(setting.key, setting.value)
                 else:
-                    path = self._owner(setting.key)
+                    path = self._names.owner(setting.key)
                     layer_of[path] = number
                     if origins[path] != "default" or not self._repeats_default(setting):
                         origins[path] = setting.origin
@@ -201,7 +265,7 @@ class _Loading:
             written = pending.pop(0)
             if written.startswith("@"):
                 name = written[1:] or (pending.pop(0) if pending else "")
-                overrides += self._stored(list(self._translated(_file_settings(name))))
+                overrides += self._stored(self._all_translated(_file_settings(name)))
                 continue
             argument = split(written)
             if self._loader.is_group(argument.name):
@@ -209,17 +273,17 @@ class _Loading:
             elif argument.name.split(".")[0] == "hydra":
                 changes.append(_hydra_override(argument))
             elif argument.deletes:
-                self._check_name(Setting(argument.name, None, written, COMMAND_LINE))
+                self._names.check(argument)
                 changes.append(written)
                 settings = [entry for entry in settings if not _is_at(entry.key, argument.name)]
             else:
                 setting = self._setting(argument)
                 changes = [change for change in changes if change.partition("=")[0] != f"~{argument.name}"]
-                settings += self._named(setting)
+                settings += self._names.translated(setting)
         return [*overrides, *self._stored(settings), *changes]
 
     def _stored(self, settings: list[Setting]) -> list[str]:
-        """Put a layer into the ConfigStore; return the overrides that add it, which are none if it is empty."""
+        """Put a layer into the ConfigStore; return the overrides that add it, none if it is empty."""
         if not settings:
             return []
         number = len(self._in_memory)
@@ -229,13 +293,20 @@ class _Loading:
 
     def _read(self, name: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what Hydra merges of a config: the keys of the schema, under its names."""
-        if name == self._program.schema_name:
-            return content
         settings = self._in_memory.get(name)
         if settings is None:
+            group = name.rpartition("/")[0]
+            if group and group in content:
+                raise ValueError(
+                    f"Found the config {name} without a package, so that its keys are below {group!r}; expected "
+                    "the line `# @package _global_` at its beginning."
+                )
             written = (Setting(str(key), value, f"{key} in {name}", name) for key, value in content.items())
-            settings = list(self._translated(written))
+            settings = self._all_translated(written)
+        is_first = not self._layers
         self._layers.append(settings)
+        if is_first:  # it comes after the schema, and need not be merged where it says the same
+            settings = [entry for entry in settings if not self._repeats_default(entry)]
         return self._content(settings)
 
     def _repeats_default(self, setting: Setting) -> bool:
@@ -283,7 +354,12 @@ class _Loading:
             if variable.startswith(VARIABLE_PREFIX):
                 name = variable.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
                 argument = Argument(f"{variable}={text}", "", names.get(name, name), text)
-                yield from self._named(replace(self._setting(argument), origin=f"environment ({variable})"))
+                yield from self._names.translated(
+                    replace(self._setting(argument), origin=f"environment ({variable})")
+                )
+
+    def _all_translated(self, settings: Iterator[Setting]) -> list[Setting]:
+        return [translated for setting in settings for translated in self._names.translated(setting)]
 
     def _setting(self, argument: Argument) -> Setting:
         try:
@@ -291,47 +367,6 @@ class _Loading:
         except ValueError as error:
             raise ValueError(f"Found {argument.written!r}{error}") from None
         return Setting(argument.name, value, argument.written, COMMAND_LINE)
-
-    def _translated(self, settings: Iterator[Setting]) -> Iterator[Setting]:
-        for setting in settings:
-            yield from self._named(setting)
-
-    def _owner(self, name: str) -> str:
-        """Return the key of the schema that has this name, or is the dictionary in which it is."""
-        return name if name in self._keys else next(path for path in self._keys if _is_in(name, path))
-
-    def _check_name(self, setting: Setting) -> None:
-        """Check that a key, or a group of keys, exists."""
-        if not any(_is_in(path, setting.key) for path in self._keys):
-            list(self._named(setting))
-
-    def _named(self, setting: Setting) -> Iterator[Setting]:
-        """Yield the setting, or one for each entry of a dictionary that stands for a group of keys."""
-        keys = self._keys
-        table = self._program.table
-        name = setting.key
-        is_entry = any(_is_in(name, path) for path in keys if keys[path].is_open)
-        if name in keys or name in table.names or is_entry:
-            yield setting
-            return
-        for group, new_group in table.renamed_groups.items():
-            if _is_in(name, group):
-                yield from self._named(replace(setting, key=new_group + name.removeprefix(group)))
-                return
-        inside = [path for path in (*keys, *table.names) if _is_in(path, name)]
-        if inside and isinstance(setting.value, dict):
-            for inner, value in setting.value.items():
-                yield from self._named(replace(setting, key=f"{name}.{inner}", value=value))
-            return
-        settable_keys = [path for path in keys if keys[path].must_follow is None]
-        if inside:
-            names = ", ".join(path for path in settable_keys if path in inside)
-            raise ValueError(
-                f"Found {setting.text!r}, but {name} is a group of keys; expected one of: {names}."
-            )
-        first, *others = nearest_keys(name, settable_keys)
-        hint = table.removed.get(name, f"The nearest known key is {first!r} (then {', '.join(others)}).")
-        raise ValueError(f"Found the unknown key {name!r} in {setting.text!r}. {hint} --help lists all keys.")
 
 
 HYDRA_KEYS = ("hydra.searchpath", "hydra.sweep.", "hydra.sweeper.", "hydra.launcher.", "hydra.job.env_set")

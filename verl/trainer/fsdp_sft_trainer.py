@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
                 "the others itself: python -m verl.trainer.fsdp_sft_trainer "
                 f"trainer.n_gpus_per_node={world_size} ..."
             )
-        loaded = read_arguments(argv, ("sft_trainer",))
+        loaded = read_arguments(argv, ("sft_trainer",), module="verl.trainer.fsdp_sft_trainer")
         check_sft_config(loaded.config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -143,7 +143,8 @@ def run(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        loaded = read_arguments(argv)
+        program = "main_ppo" if train_score_factory is None else "main_ppo_format"
+        loaded = read_arguments(argv, module=f"verl.trainer.{program}")
         check_config(loaded.config, format_reward=train_score_factory is not None)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
