@@ -10,6 +10,7 @@
   environments of the library of that name.
 - `gemma` is for `python -m data_prep.gemma`.
 - `remote` is for `trainer.remote_dir`.
+- `submitit` is for sweeps on SLURM (`--multirun hydra/launcher=submitit_slurm`).
 - `test` is what the checks need.
 
 `scripts/setup.sh` installs the versions in constraints.txt. With vLLM it installs those in
@@ -21,6 +22,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 TRAIN = ["torch>=2.8", "transformers>=5.0", "tensordict>=0.8", "numba", "ray[default]>=2.40", "pyyaml"]
+# Our loader overrides a method of Hydra's; another version has to pass the tests first.
+TRAIN += ["hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4"]
 TRAIN += ["orjson"]  # the preflight reads corpora
 TRAIN += ["peft>=0.19"]  # LoRA
 TRAIN += ["zstandard"]  # weights for rollouts, in files
@@ -58,7 +61,7 @@ setup(
     package_data={
         "verl.monitor": ["*.html"],
         "verl.trainer": ["*.yaml"],
-        "verl.trainer.config": ["*.yaml"],
+        "verl.trainer.config": ["*.yaml", "recipe/*.yaml"],
         "verl.records": ["*.html"],
         "search_r1.search.serving": ["*.html"],
         "search_r1.search.bm25": ["*.txt"],
@@ -82,6 +85,7 @@ setup(
         "verifiers": ["verifiers<0.4"],
         "gemma": GGUF,
         "remote": REMOTE,
+        "submitit": ["hydra-submitit-launcher>=1.2", "submitit>=1.5"],
         "reasoning-gym": ["reasoning-gym"],  # one of its packages needs a C compiler
         "flash-attn": ["flash-attn"],
     },

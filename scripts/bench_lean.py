@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import torch  # noqa: E402
 
-from verl.config import Config, load_config  # noqa: E402
+from verl.config import Config, load_config, replace_values  # noqa: E402
 from verl.protocol import DataProto, object_array  # noqa: E402
 from verl.trainer.ppo.stream import PromptGroup, RolloutStream  # noqa: E402
 from verl.workers.rollout_worker import MEMBER  # noqa: E402
@@ -181,9 +181,8 @@ class Outcome:
 def settings_of(ahead: int, groups: int, too_old: str) -> Config:
     """Return the configuration of a run whose steps train so many groups."""
     config = load_config([])
-    config.data.train_batch_size = groups
-    config.trainer.async_training.max_staleness = ahead
-    config.trainer.async_training.too_old = too_old
+    values = {"data.train_batch_size": groups, "trainer.async_training.max_staleness": ahead}
+    config = replace_values(config, {**values, "trainer.async_training.too_old": too_old})
     return config
 
 

@@ -36,7 +36,7 @@ from search_r1.search.probe import RetrievalProbe
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
 from verl.checkpoints.run_state import RunStopped
-from verl.config import Config
+from verl.config import Config, replace_values
 from verl.environments.environment import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.planning.hardware import Hardware
@@ -185,8 +185,7 @@ def write_other_model(source: Path, folder: Path) -> None:
 
 def driver(config: Config) -> Any:
     """A whole run of the real trainer over workers that answer at once."""
-    config.trainer.device = "cpu"
-    config.trainer.backend = "local"
+    config = replace_values(config, {"trainer.device": "cpu", "trainer.backend": "local"})
     folder = Path(config.trainer.default_local_dir)
     calls.clear()
     printed = io.StringIO()
@@ -232,8 +231,8 @@ def _weights(engine: Any) -> Any:
 
 def actor(config: Config) -> Any:
     """Two updates of a tiny policy, and how the worker's passes are cut."""
+    config = replace_values(config, {"actor_rollout_ref.actor.optim.total_training_steps": 4})
     block = config.actor_rollout_ref
-    block.actor.optim.total_training_steps = 4
     limits = [
         MicroBatchLimits.from_config(part, "log_prob", CPU, not block.model.use_remove_padding)
         for part in (block.ref, block.rollout)
@@ -248,15 +247,13 @@ def actor(config: Config) -> Any:
 
 def critic(config: Config) -> Any:
     """Two updates of a tiny critic."""
-    config.critic.optim.total_training_steps = 4
-    trained = make_critic(config)
+    trained = make_critic(replace_values(config, {"critic.optim.total_training_steps": 4}))
     metrics = [trained.update_critic(make_batch()) for _ in range(2)]
     return metrics, _weights(trained.engine), trained.loop.limits
 
 
 def plan(config: Config) -> Any:
-    config.trainer.device = "cuda"
-    config.trainer.dry_run_gpu_memory_gb = 80
+    config = replace_values(config, {"trainer.device": "cuda", "trainer.dry_run_gpu_memory_gb": 80})
     made = Plan(config, Hardware.of(config))
     return list(report(made)), [(load.host_bytes, load.items) for load in made.loads]
 
@@ -364,7 +361,7 @@ def placed(config: Config) -> Any:
     torch.cuda.device_count = lambda: 1
     try:
         if not ray:
-            decide_machine_settings(config)
+            config = decide_machine_settings(config)
     finally:
         torch.cuda.device_count = kept
     return ray, config.trainer.device, processes_on_nodes(config), roles_of(Passes(config))
@@ -420,7 +417,7 @@ def start(config: Config) -> Any:
 def restart(config: Config) -> Any:
     """What the run does when a worker dies, and how long it waits for room."""
     pool = SimpleNamespace(timeout_seconds=0)
-    config.trainer.backend = "ray"
+    config = replace_values(config, {"trainer.backend": "ray"})
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = SimpleNamespace(
             shutdown=lambda: None,
@@ -443,6 +440,7 @@ def rewind(config: Config) -> Any:
     """How often a run may go back to before a collapse."""
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = SimpleNamespace(
+            config=config,
             resume_folder=None,
             rewinds_left=0,
             checkpoints=SimpleNamespace(run_dir=Path(folder)),

@@ -14,7 +14,7 @@ from played_rollouts import Played, Prompts
 
 from search_r1.llm_agent.generation import build_agent
 from verl.checkpoints.run_state import store_of
-from verl.config import Config
+from verl.config import Config, replace_values
 from verl.planning.passes import Passes
 from verl.planning.placement import build_pools, roles_of
 from verl.single_controller.base import ClassWithInitArgs
@@ -30,7 +30,7 @@ def stream(config: Config) -> Any:
     pools = build_pools(config, roles_of(Passes(config))).resource_pool_spec
     played = Played(random.Random(0), 1, 0.1, 0.3)
     prompts = Prompts(1)
-    config.data.train_batch_size = 4
+    config = replace_values(config, {"data.train_batch_size": 4})
     tools: Any = (config, prompts, played, 3, lambda line: None)
     ahead: Any = RolloutStream(*tools)
     with pytest.MonkeyPatch.context() as patch:
@@ -79,10 +79,11 @@ def weights_sent(config: Config) -> Any:
 def uploads(config: Config) -> Any:
     """What lies elsewhere after two checkpoints, or that the place is away."""
     with tempfile.TemporaryDirectory() as folder:
-        config.trainer.default_local_dir = f"{folder}/run"
+        values = {"trainer.default_local_dir": f"{folder}/run"}
         Path(folder, "far").mkdir()
         if config.trainer.remote_dir is not None:
-            config.trainer.remote_dir = f"file://{folder}/far"
+            values["trainer.remote_dir"] = f"file://{folder}/far"
+        config = replace_values(config, values)
         store = store_of(config.trainer)
         store.start_uploads(config.trainer.remote_keep, config.trainer.upload_deadline)
         for step in (1, 2):

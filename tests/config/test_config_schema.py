@@ -11,7 +11,7 @@ import yaml
 
 from verl.config import Config, SFTConfig, load, load_config, load_sft_config, to_dict
 from verl.config.__main__ import generated_files
-from verl.config.keys import check_values, keys_of, set_value, settable
+from verl.config.keys import check_values, keys_of, replace_values, settable
 from verl.config.render import json_schema, read_yaml, to_yaml, write_yaml
 
 KEYS = settable(Config)
@@ -21,9 +21,7 @@ EVERY = [(schema, path) for schema in (Config, SFTConfig) for path in settable(s
 
 
 def check_with(schema, path: str, value: object) -> None:
-    config = copy.deepcopy(DEFAULTS[schema])
-    set_value(config, path, value)
-    check_values(config)
+    check_values(replace_values(DEFAULTS[schema], {path: value}))
 
 
 def test_each_key_says_what_it_means_and_has_a_valid_default():
@@ -87,12 +85,30 @@ def test_a_name_that_looks_like_a_number_stays_a_name_when_it_is_written_and_rea
     assert load_config([f"@{tmp_path / 'config.yaml'}"]) == config
 
 
-def test_an_attribute_that_is_not_declared_can_be_neither_read_nor_set():
-    config = load_config([])
+def test_an_attribute_that_is_not_declared_can_not_be_read():
     with pytest.raises(AttributeError):
-        _ = config.trainer.sed
-    with pytest.raises(AttributeError):
-        config.trainer.sed = 3
+        _ = load_config([]).trainer.sed
+
+
+@pytest.mark.parametrize("config", DEFAULTS.values(), ids=lambda config: type(config).__name__)
+def test_a_loaded_configuration_is_frozen_and_says_how_to_derive_another(config):
+    for block, name in ((config.trainer, "seed"), (config, "trainer"), (config.data, "sed")):
+        with pytest.raises(AttributeError, match=f"assignment to '{name}' of .* replace_values"):
+            setattr(block, name, 3)
+        with pytest.raises(AttributeError, match="frozen"):
+            delattr(block, name)
+
+
+def test_a_derived_configuration_has_the_new_values_and_the_first_one_stays():
+    first = DEFAULTS[Config]
+    key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    second = replace_values(first, {"trainer.seed": 7, key: 2})
+    assert (first.trainer.seed, second.trainer.seed) == (0, 7)
+    assert second.critic.model.fsdp_config.fsdp_size == 2, "it must follow the actor's"
+    assert replace_values(second, {"trainer.seed": 0, key: -1}) == first
+    assert (
+        replace_values(first.trainer, {"async_training.max_staleness": 3}).async_training.max_staleness == 3
+    )
 
 
 def test_the_schema_for_editors_knows_every_key():

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from verl.config import Config
-from verl.config.keys import get_value, set_value
+from verl.config.keys import replace_values
 from verl.verifiers.registry import Assigned, Verifiers, make_verifier
 from verl.verifiers.verifier import Sample, VerifierLimit, VerifierSettings
 
@@ -57,10 +57,9 @@ def judged(config: Config) -> Any:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
-    blocks = config.verifiers
-    for block, name, path in ((blocks.judge, "base_url", "/v1"), (blocks.code, "api_url", "")):
-        get_value(block, name) is None or set_value(block, name, f"{url}/other{path}")
-        set_value(block, name, get_value(block, name) or url + path)
+    judge = url if config.verifiers.judge.base_url is None else f"{url}/other"
+    code = url if config.verifiers.code.api_url is None else f"{url}/other"
+    blocks = replace_values(config.verifiers, {"judge.base_url": f"{judge}/v1", "code.api_url": code})
     tests = json.dumps(["assert shown()", "assert f(2)", "assert f(3)"])
     assigned = [Assigned("general-quality", None), Assigned("code", tests)]
     samples = [Sample(f"```f = {i}```", None, "assert shown()") for i in range(3)]

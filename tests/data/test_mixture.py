@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_rl_dataset import ByteTokenizer
 
-from verl.config import load_config
+from verl.config import load_config, replace_values
 from verl.config.mixture import sources_of
 from verl.data.mixture import prompt_sampler, training_rows, with_verifier
 from verl.data.rl_dataset import DataFailed
@@ -27,7 +27,7 @@ def write(path, count: int, **columns) -> str:
 
 def mixture_of(*entries: dict, settings=()):
     config = load_config(["data.train_batch_size=8", "data.max_start_length=100", *settings])
-    config.data.mixture = list(entries)
+    config = replace_values(config, {"data.mixture": list(entries)})
     rows = training_rows(config, ByteTokenizer())
     return rows, prompt_sampler(rows, config)
 
@@ -83,8 +83,7 @@ def test_one_row_of_many_is_refused_with_both_spellings(files):
     ],
 )
 def test_mistakes_are_refused(entry, message):
-    config = load_config([])
-    config.data.mixture = [entry]
+    config = replace_values(load_config([]), {"data.mixture": [entry]})
     with pytest.raises(ValueError, match=message):
         sources_of(config)
 
@@ -106,11 +105,12 @@ def test_a_folder_gives_the_files_of_its_splits(tmp_path):
     (tmp_path / "data").mkdir()
     for name in ("train-0", "train-1", "test-0"):
         write(tmp_path / "data" / f"{name}.jsonl", 3)
-    config = load_config([])
-    config.data.mixture = [{"path": str(tmp_path)}, {"path": str(tmp_path), "splits": "test", "name": "t"}]
+    train = {"path": str(tmp_path)}
+    test = {"path": str(tmp_path), "splits": "test", "name": "t"}
+    config = replace_values(load_config([]), {"data.mixture": [train, test]})
     names = [[file.name for file in each.files] for each in sources_of(config)]
     assert names == [["train-0.jsonl", "train-1.jsonl"], ["test-0.jsonl"]]
-    config.data.mixture = [{"path": str(tmp_path)}] * 2
+    config = replace_values(config, {"data.mixture": [train] * 2})
     with pytest.raises(ValueError, match="the name '.*' at .* twice"):
         sources_of(config)
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_rl_dataset import ByteTokenizer
 
-from verl.config import load_config
+from verl.config import load_config, replace_values
 from verl.data import streaming
 from verl.data.mixture import prompt_sampler, training_rows
 from verl.data.rl_dataset import DataFailed
@@ -167,7 +167,7 @@ def test_large_files_are_streamed_unless_it_is_refused(tmp_path, monkeypatch):
     assert streaming.is_large([path])
     config = load_config([f"data.train_files={path}"])
     assert isinstance(training_rows(config, ByteTokenizer()), streaming.RowStream)
-    config.data.streaming = False
+    config = replace_values(config, {"data.streaming": False})
     assert not isinstance(training_rows(config, ByteTokenizer()), streaming.RowStream)
 
 

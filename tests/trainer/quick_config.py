@@ -1,11 +1,10 @@
-"""Configurations for tests that need many: composed once, copied, and changed."""
+"""Configurations for tests that need many: composed once, and others derived from it."""
 
-import copy
 from functools import cache
 
 import yaml
 
-from verl.config import Config, load_config, set_value
+from verl.config import Config, load_config, replace_values
 
 
 @cache
@@ -15,8 +14,5 @@ def _defaults() -> Config:
 
 def config_with(*settings: str) -> Config:
     """The defaults with `key=value` settings, as `load_config` would give them for existing keys."""
-    config = copy.deepcopy(_defaults())
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        set_value(config, key, yaml.safe_load(value))
-    return config
+    pairs = (setting.partition("=") for setting in settings)
+    return replace_values(_defaults(), {key: yaml.safe_load(value) for key, _, value in pairs})

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from verl.checkpoints.run_state import CheckpointStore, RunState, RunStopped
-from verl.config import Config, load_config
+from verl.config import Config, load_config, replace_values
 from verl.planning.placement import ResourcePoolManager
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
@@ -31,10 +31,8 @@ def settings(run_dir, **values) -> Config:
         "resume_mode": "auto",
         "resume_from_path": None,
     }
-    config = load_config([])
-    for name, value in (defaults | values).items():
-        setattr(config.trainer, name, value)
-    return config
+    settings = {f"trainer.{name}": value for name, value in (defaults | values).items()}
+    return replace_values(load_config([]), settings)
 
 
 def save(store: CheckpointStore, step: int) -> None:

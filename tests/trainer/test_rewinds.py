@@ -15,10 +15,10 @@ from verl.trainer.restarts import RestartingRun
 from verl.trainer.rewinds import (
     CollapseSeen,
     Rewind,
-    apply_remedies,
     note_rewind,
     rewinds_before,
     step_before,
+    with_remedies,
 )
 
 RATE = "actor_rollout_ref.actor.optim.lr"
@@ -187,7 +187,7 @@ def test_a_smaller_bound_of_ones_own_is_kept():
     config = load_config(
         ["actor_rollout_ref.actor.max_step_kl=0.002", f"{RATE}=8e-4", "critic.optim.lr=1e-3"]
     )
-    apply_remedies(config, [Rewind(1, 9, 6, 7, "lost")])
+    config = with_remedies(config, [Rewind(1, 9, 6, 7, "lost")])
     actor = config.actor_rollout_ref.actor
     assert (actor.max_step_kl, actor.optim.lr, config.critic.optim.lr) == (0.002, 4e-4, 5e-4)
 

@@ -8,6 +8,7 @@ from tiny_training import make_actor, make_config, make_critic, whole
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
+from verl.config import replace_values
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine.snapshot import BackgroundWriter
 
@@ -103,9 +104,9 @@ def run(rank, world_size, model_path, out):
     which is written while the next update runs.
     """
     results = {"cases": results_of(model_path, world_size)}
-    config = settings(model_path, "packed")
-    config.actor_rollout_ref.actor.fsdp_config.fsdp_size = 2
-    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2
+    sizes = ("fsdp_config.fsdp_size", "ulysses_sequence_parallel_size")
+    values = {f"actor_rollout_ref.actor.{size}": 2 for size in sizes}
+    config = replace_values(settings(model_path, "packed"), values)
     resumed = make_actor(config, world_size)
     again = make_actor(config, world_size)
     resumed.engine.load(out / "checkpoint")

@@ -2,7 +2,6 @@
 processes.
 """
 
-import copy
 import warnings
 from functools import cache
 from pathlib import Path
@@ -65,13 +64,9 @@ def write_model(folder, tied=True, kind="qwen3"):
     return str(folder)
 
 
+@cache  # reading takes a third of a second, and most tests want the same few
 def make_config(model_path, *overrides) -> Config:
     """The run's configuration with small batches: 8 rows a mini-batch, 8 a micro-batch, packed."""
-    return copy.deepcopy(_loaded(model_path, overrides))
-
-
-@cache  # reading takes a tenth of a second, and most tests want the same few
-def _loaded(model_path, overrides):
     return load_config(
         [
             f"actor_rollout_ref.model.path={model_path}",

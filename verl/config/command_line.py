@@ -6,14 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from verl.config.keys import settable
 from verl.config.loading import PROGRAMS, Loaded, load
+from verl.config.overrides import Folders
 from verl.config.render import to_yaml
-
-if TYPE_CHECKING:
-    from verl.config.composing import Folders
 
 OPTIONS = """\
 --help              this list, with the values that the other arguments give
@@ -37,8 +34,7 @@ class CommandLine:
     Attributes:
         program: the primary file whose program this is, one of PROGRAMS.
         config_name: the primary file.
-        config_path: folder that replaces the one of the primary files.
-        config_dir: folder that is searched besides.
+        folders: folders with files of the user's own.
         rest: overrides, and files of keys.
         shown: what is printed in place of a run: "help", "print", "origins" or nothing.
         multirun: whether the arguments ask for a sweep.
@@ -46,8 +42,7 @@ class CommandLine:
 
     program: str
     config_name: str
-    config_path: str | None
-    config_dir: str | None
+    folders: Folders
     rest: Sequence[str]
     shown: str
     multirun: bool
@@ -56,16 +51,10 @@ class CommandLine:
     def options(self) -> list[str]:
         """Return the options that a job of a sweep gets too."""
         options = [f"--config-name={self.config_name}"]
-        options += [f"--config-path={self.config_path}"] * (self.config_path is not None)
-        options += [f"--config-dir={self.config_dir}"] * (self.config_dir is not None)
+        options += [f"--config-path={self.folders.path}"] * (self.folders.path is not None)
+        options += [f"--config-dir={self.folders.directory}"] * (self.folders.directory is not None)
         flags = {"help": ["--help"], "print": ["--print"], "origins": ["--print", "--origins"]}
         return options + flags.get(self.shown, [])
-
-    @property
-    def folders(self) -> Folders:
-        from verl.config.composing import Folders  # it imports Hydra, which takes time
-
-        return Folders(self.config_path, self.config_dir)
 
     def load(self, arguments: Sequence[str] | None = None) -> Loaded:
         """Load the configuration, of other arguments where they are given."""
@@ -90,8 +79,8 @@ def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
         example = f" for example {names[0]}" if kind == "name" else " one"
         raise ValueError(f"Found {option} without a {kind}; expected{example}.") from None
     name = (options.config_name or names[0]).removesuffix(".yaml")
-    has_folder = options.config_dir is not None or options.config_path is not None
-    if name not in names and (name in PROGRAMS or not has_folder):
+    folders = Folders(options.config_path, options.config_dir)
+    if name not in names and (name in PROGRAMS or folders == Folders()):
         expected = f"{', '.join(names)}, or with --config-dir a file of yours"
         raise ValueError(f"Found --config-name {name}; expected one of: {expected}.")
     shown = ""
@@ -104,8 +93,7 @@ def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
     return CommandLine(
         program=names[0],
         config_name=name,
-        config_path=options.config_path,
-        config_dir=options.config_dir,
+        folders=folders,
         rest=rest,
         shown=shown,
         multirun=options.multirun,

@@ -7,7 +7,7 @@
     < key=value
 
 Each of them is a config in Hydra's defaults list, and Hydra merges them. What this module adds is that each
-one is shown to a reader as it is merged, so that old names are translated, and the origin of a value is known.
+one is shown to a reader as it is merged, so that old names are translated and the origins of values known.
 
 Importing this module takes half a second on a slow machine, so `verl.config.loading` does it when it loads.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,23 +35,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from verl.config.keys import Block, keys_of, nested
+from verl.config.overrides import Folders
 
 PRIMARY_FILES = Path(__file__).resolve().parents[1] / "trainer" / "config"
 MEMORY = "verl_layer_"  # groups of the configs that are no files: the environment, @ files, the command line
 Reader = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Folders:
-    """Folders with configs of the user's own.
-
-    Attributes:
-        path: replaces the folder of the primary files, which then comes last (`--config-path`).
-        directory: is searched besides (`--config-dir`).
-    """
-
-    path: str | None = None
-    directory: str | None = None
 
 
 class ReadingLoader(ConfigLoaderImpl):

@@ -31,13 +31,13 @@ from verl.config.keys import (
     keys_of,
     replace_values,
 )
-from verl.config.overrides import Argument, read_value, split
+from verl.config.overrides import Argument, Folders, read_value, split
 from verl.config.schema import Config, SFTConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.config.composing import Folders, ReadingLoader
+    from verl.config.composing import ReadingLoader
 
 VARIABLE_PREFIX = "VERL__"
 COMMAND_LINE = "command line"
@@ -206,7 +206,7 @@ class _Loading:
         self._program = program
         self._names = names
         self._keys = keys_of(program.schema)
-        self._loader: ReadingLoader = composing.ReadingLoader(folders or composing.Folders(), self._read)
+        self._loader: ReadingLoader = composing.ReadingLoader(folders or Folders(), self._read)
         self._layers: list[list[Setting]] = []  # as Hydra merges them, the weakest first
         self._in_memory: dict[str, list[Setting]] = {}  # config in the ConfigStore -> its settings
         composing.store_schema(program.schema_name, program.schema)
@@ -298,8 +298,8 @@ class _Loading:
             group = name.rpartition("/")[0]
             if group and group in content:
                 raise ValueError(
-                    f"Found the config {name} without a package, so that its keys are below {group!r}; expected "
-                    "the line `# @package _global_` at its beginning."
+                    f"Found the config {name} without a package, so that its keys are below {group!r}; "
+                    "expected the line `# @package _global_` at its beginning."
                 )
             written = (Setting(str(key), value, f"{key} in {name}", name) for key, value in content.items())
             settings = self._all_translated(written)

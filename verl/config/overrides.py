@@ -27,6 +27,19 @@ _SWEEP = ", a sweep; expected one value, or --multirun for a run of each. A list
 
 
 @dataclass(frozen=True)
+class Folders:
+    """Folders with configs of the user's own, as the command line names them.
+
+    Attributes:
+        path: replaces the folder of the primary files, which then comes last (`--config-path`).
+        directory: is searched besides (`--config-dir`).
+    """
+
+    path: str | None = None
+    directory: str | None = None
+
+
+@dataclass(frozen=True)
 class Argument:
     """An argument of the command line.
 

@@ -2,8 +2,8 @@
 
     command line -> Hydra's sweeper (which combinations) -> Hydra's launcher (where) -> a process for each job
 
-Hydra's own sweeper and launcher do the work, and others can be chosen: `hydra/launcher=submitit_slurm` submits
-the jobs to SLURM. A job is a process of its own, because Ray, torch.distributed, signal handlers and
+Hydra's own sweeper and launcher do the work, and others can be chosen: `hydra/launcher=submitit_slurm`
+submits the jobs to SLURM. A job is a process of its own, because Ray, torch.distributed, signal handlers and
 environment variables of one run would stay for the next one in the same process.
 
 A job's folder is <trainer.default_local_dir>/<its values>, and its name in the loggers is

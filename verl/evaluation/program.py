@@ -23,7 +23,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config import Config
+from verl.config import Config, replace_values
 from verl.config.keys import flatten
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
@@ -222,10 +222,11 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
     from verl.utils.safetensors_file import read_weights
     from verl.workers.rollout.build import EngineRequest, build_rollout_engine, rollout_dtype
 
+    path = options.tokenizer if folder is None else str(folder)
+    config = replace_values(config, {"actor_rollout_ref.model.path": path})
     rollout = config.actor_rollout_ref.rollout
     model = config.actor_rollout_ref.model
     length = config.data.max_prompt_length
-    model.path = options.tokenizer if folder is None else str(folder)
     tokenizer: Any
     if options.base_url is None:
         assert folder is not None

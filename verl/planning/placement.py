@@ -1,7 +1,8 @@
 """The placement of a run: its roles, their pools, and where the processes live (here, or in Ray).
 
     decide_machine_settings(config)
-                       `auto` becomes what is there, `fastest` what was measured when the run began
+                       returns a configuration in which `auto` is what is there, and `fastest` what
+                       was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
                        critic, and the rollout; with rollouts apart a pool of rollout.num_processes for
                        these, on any nodes, each with the devices of one engine
@@ -17,13 +18,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from verl.checkpoints.run_state import store_of
-from verl.config import Config, SFTConfig, read_yaml
-from verl.config.keys import flatten, set_value
+from verl.config import Config, SFTConfig, read_yaml, replace_values
+from verl.config.keys import flatten
 from verl.planning.passes import Passes
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.names import SAMPLER, TRAINER, RunNames
@@ -34,6 +35,7 @@ from verl.workers.rollout import build
 if TYPE_CHECKING:
     from verl.single_controller.ray import RaySession
 
+AnyConfig = TypeVar("AnyConfig", Config, SFTConfig)
 _DTYPE_KEY = "mixed_precision.param_dtype"
 TRAINING_POOL = "global_pool"
 SAMPLING_POOL = "rollout_pool"  # its processes don't talk to each other: they may be on any nodes
@@ -172,8 +174,8 @@ def num_processes(config: Config | SFTConfig) -> int:
     return sum(processes_on_nodes(config))
 
 
-def decide_machine_settings(config: Config | SFTConfig) -> None:
-    """Decide the settings that are left to the machine.
+def decide_machine_settings(config: AnyConfig) -> AnyConfig:
+    """Return the configuration with the settings decided that are left to the machine.
 
     `trainer.backend` and `trainer.device` are filled in from what is there where they are `auto`. Where
     `param_dtype` is `fastest`, a type is filled in: the same for every role and process, and also for a run
@@ -181,14 +183,15 @@ def decide_machine_settings(config: Config | SFTConfig) -> None:
 
     Raises ValueError if GPUs are asked for that are not there.
     """
+    if config.trainer.backend == "auto":
+        backend = "ray" if needs_ray(config) else "local"
+        config = replace_values(config, {"trainer.backend": backend})
+    if config.trainer.device != "cpu":
+        config = replace_values(config, {"trainer.device": _device(config)})
     trainer = config.trainer
-    if trainer.backend == "auto":
-        trainer.backend = "ray" if needs_ray(config) else "local"
-    if trainer.device != "cpu":
-        trainer.device = _device(config)
     fastest = [key for key, value in flatten(config).items() if key.endswith(_DTYPE_KEY) and value == FASTEST]
     if not fastest:
-        return
+        return config
     checkpoints = store_of(trainer)
     folder = checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
     if folder is not None and not folder.exists():  # the checkpoint is at the remote place
@@ -206,8 +209,7 @@ def decide_machine_settings(config: Config | SFTConfig) -> None:
             f"computing in {dtype}: products in bf16 are {speedup:.2g} times as fast as in fp32 here",
             flush=True,
         )
-    for key in fastest:
-        set_value(config, key, dtype or "bf16")
+    return replace_values(config, dict.fromkeys(fastest, dtype or "bf16"))
 
 
 def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:

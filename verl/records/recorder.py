@@ -8,7 +8,6 @@ run hold the same as those of an undisturbed run.
 
 from __future__ import annotations
 
-import copy
 import math
 import shutil
 import time
@@ -36,7 +35,7 @@ class Recorder:
     """
 
     def __init__(self, config: Config | SFTConfig, total_steps: int) -> None:
-        self.config = copy.deepcopy(config)  # a copy, because a rewind may change the configuration
+        self.config = config
         self.total_steps = total_steps
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")

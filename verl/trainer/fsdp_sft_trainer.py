@@ -39,9 +39,9 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
         from verl.trainer.sft_trainer import FSDPSFTTrainer
         from verl.utils import hf_tokenizer
 
+    config = absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
     model = config.model
     data = config.data
-    absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
     tokenizer = hf_tokenizer(
         model.partial_pretrain, correct_pad_token=False, trust_remote_code=model.trust_remote_code
     )
@@ -98,8 +98,7 @@ def _train(config: SFTConfig) -> int:
         if not passes_quick_checks(config):
             return 2
         closing.enter_context(start_ray(config))
-        decide_machine_settings(config)
-        trainer = build_trainer(config, stop_request)
+        trainer = build_trainer(decide_machine_settings(config), stop_request)
         closing.callback(trainer.shutdown)
         with announce("starting the processes and loading the model"):
             trainer.init_workers()

@@ -89,9 +89,10 @@ def build_trainer(
         from verl.verifiers.registry import Verifiers
         from verl.verifiers.verifier import VerifierSettings
 
-    model = config.actor_rollout_ref.model
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")
-    absolute_folders(config, [*(f"actor_rollout_ref.{key}" for key in folders), "critic.model.path"])
+    paths = [*(f"actor_rollout_ref.{key}" for key in folders), "critic.model.path"]
+    config = absolute_folders(config, paths)
+    model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.path, correct_pad_token=False, trust_remote_code=model.trust_remote_code)
     roles = roles_of(Passes(config))
     user_score = load_reward_function(config.custom_reward_function)
@@ -108,7 +109,8 @@ def build_trainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping={
-            role: _worker(role, config) for role in (*roles, *[Role.Rollout] * samples_apart(config))
+            role: functools.partial(_worker, role)
+            for role in (*roles, *[Role.Rollout] * samples_apart(config))
         },
         resource_pool_manager=build_pools(config, roles),
         reward_fn=RewardManager(tokenizer, 0, user_score or train_score, verifiers),
@@ -181,12 +183,12 @@ def _train(
             return 2
         with announce("starting Ray"):
             closing.enter_context(start_ray(config))
-        decide_machine_settings(config)
-        for variable, value in process_variables(config).items():  # workers inherit them
+        placed = decide_machine_settings(config)
+        for variable, value in process_variables(placed).items():  # workers inherit them
             os.environ.setdefault(variable, value)
-        score = train_score_factory(config) if train_score_factory else None
+        score = train_score_factory(placed) if train_score_factory else None
         build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)
-        training = RestartingRun(config, build, command)
+        training = RestartingRun(placed, build, command)
         closing.callback(training.shutdown)
         with announce("starting the processes and loading the models"):
             training.start()

@@ -21,7 +21,6 @@ Each restart and each rewind is a line in `<run folder>/restarts.jsonl`; `traine
 
 from __future__ import annotations
 
-import copy
 import json
 import signal
 import sys
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING
 from verl.checkpoints.file_names import RESTARTS_FILE
 from verl.checkpoints.remote_store import RemoteFailed
 from verl.checkpoints.run_state import RunState, RunStopped, step_of
-from verl.config import Config
+from verl.config import Config, replace_values
 from verl.records.recorder import BRANCHES
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
@@ -45,10 +44,10 @@ from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.rewinds import (
     CollapseSeen,
     Rewind,
-    apply_remedies,
     note_rewind,
     rewinds_before,
     step_before,
+    with_remedies,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class RestartingRun:
 
     Args:
         config: the configuration, whose `trainer.backend` is decided.
-        build: makes a trainer, with no process started, from a copy of the configuration.
+        build: makes a trainer, with no process started, from a configuration.
         command: the command of `verl.rl` whose orchestrator this process is, if it is one.
     """
 
@@ -132,16 +131,15 @@ class RestartingRun:
         """
         if self._command is not None and self._command.death and self.num_restarts == 0:
             self._take_over(self._command)
-        config = copy.deepcopy(self.config)
+        config = self.config
         goes_on = self.num_restarts > 0 or self.has_rewound
         keeps_mode = self._begins_again or config.trainer.resume_mode == "from_path"
         if goes_on and (self._resumes_own_checkpoint or not keeps_mode):
-            config.trainer.resume_mode = "auto"
-            config.trainer.resume_from_path = None
+            config = replace_values(config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None})
         try:
             self.trainer = self._build(config)
             self.trainer.num_restarts = self.num_restarts
-            self.trainer.when_folder_is_taken = partial(self._apply_rewinds, config, self.trainer)
+            self.trainer.when_folder_is_taken = partial(self._apply_rewinds, self.trainer)
             if goes_on:
                 for pool in self.trainer.resource_pool_manager.resource_pool_dict.values():
                     pool.timeout_seconds = config.trainer.restart_timeout
@@ -197,13 +195,14 @@ class RestartingRun:
         self._check_progress()
         self._count_restart(run_dir, command.death)
 
-    def _apply_rewinds(self, config: Config, trainer: RayPPOTrainer) -> None:
-        """Apply what the rewinds of the run have changed; `config` is the trainer's own configuration."""
+    def _apply_rewinds(self, trainer: RayPPOTrainer) -> None:
+        """Give a trainer, whose workers are not made yet, what the rewinds of the run have changed."""
+        config = trainer.config
         if config.trainer.resume_mode == "none":  # what is in the folder is another run's
             rewinds: list[Rewind] = []
         else:
             rewinds = rewinds_before(trainer.checkpoints.run_dir, step_of(trainer.resume_folder))
-        apply_remedies(config, rewinds)
+        trainer.config = with_remedies(config, rewinds)
         trainer.num_rewinds = len(rewinds)
         if config.trainer.on_collapse == "rewind":
             trainer.rewinds_left = max(0, config.trainer.max_rewinds - len(rewinds))

@@ -22,7 +22,7 @@ from typing import Any
 
 from verl.checkpoints.file_names import RESTARTS_FILE
 from verl.checkpoints.run_state import CheckpointStore, RunStopped
-from verl.config import Config
+from verl.config import Config, replace_values
 from verl.trainer.ppo.health import HealthFinding
 from verl.utils.durable import sync
 from verl.utils.json_files import read_lines
@@ -97,15 +97,9 @@ def rewinds_before(run_dir: Path, step: int) -> list[Rewind]:
     return rewinds
 
 
-def apply_remedies(config: Config, rewinds: list[Rewind]) -> None:
-    """Set the remedy of a run's rewinds in its configuration, which is a copy for one trainer."""
-    if not rewinds:
-        return
-    remedy = rewinds[-1].remedy(config)
-    actor = config.actor_rollout_ref.actor
-    actor.optim.lr = remedy["actor_rollout_ref.actor.optim.lr"]
-    actor.max_step_kl = remedy["actor_rollout_ref.actor.max_step_kl"]
-    config.critic.optim.lr = remedy["critic.optim.lr"]
+def with_remedies(config: Config, rewinds: list[Rewind]) -> Config:
+    """Return the run's configuration with the remedy of its rewinds."""
+    return replace_values(config, rewinds[-1].remedy(config)) if rewinds else config
 
 
 def step_before(checkpoints: CheckpointStore, onset: int, start: int) -> int:

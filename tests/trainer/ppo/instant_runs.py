@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from search_r1.llm_agent.generation import env_metrics
 from verl.agent.codec import to_tensors
 from verl.agent.trajectory import Trajectory, Turn
-from verl.config import load_config
+from verl.config import load_config, replace_values
 from verl.data.mixture import training_rows
 from verl.planning.placement import ResourcePoolManager, Role
 from verl.protocol import DataProto
@@ -195,12 +195,11 @@ def instant_trainer(
             *settings,
         ]
     )
-    config.trainer.device = "cpu"
     files = folder.parent / "questions.parquet"
     if not files.exists():
         files.write_bytes(b"questions")
-    config.data.train_files = str(files)
-    config.trainer.backend = "local"
+    here = {"trainer.device": "cpu", "trainer.backend": "local"}
+    config = replace_values(config, {**here, "data.train_files": str(files)})
     pools = ResourcePoolManager({"all": [1]}, dict.fromkeys(Role, "all"), "local", use_gpu=False)
     pools.create_resource_pool()
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
@@ -224,8 +223,8 @@ def instant_trainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping={
-            role: ClassWithInitArgs(Policy, width=tokens),
-            Role.Critic: ClassWithInitArgs(Critic),
+            role: lambda _: ClassWithInitArgs(Policy, width=tokens),
+            Role.Critic: lambda _: ClassWithInitArgs(Critic),
         },
         resource_pool_manager=pools,
         reward_fn=RewardManager(tokenizer),

@@ -61,8 +61,8 @@ def test_rule_7_a_group_is_one_prompt_of_one_step_whatever_its_dataset_index_say
     [(16, 8, 2), (15, 8, 2), (17, 8, 2), (31, 8, 2), (8, 8, 1), (9, 8, 2), (20, 16, 1), (3, 8, 1)],
 )
 def test_rows_that_joined_a_step_of_16_bring_no_optimizer_step_of_their_own(num_rows, size, steps):
-    config = config_with("data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=4")
-    config.actor_rollout_ref.actor.ppo_mini_batch_size = size
+    mini_batch = f"actor_rollout_ref.actor.ppo_mini_batch_size={size}"
+    config = config_with("data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=4", mini_batch)
     assert num_mini_batches(config, num_rows, config.actor_rollout_ref.actor) == steps
 
 

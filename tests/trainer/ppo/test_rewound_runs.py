@@ -39,8 +39,7 @@ def collapse(monkeypatch):
 
 
 def fit(folder, state, *settings):
-    config = load_config([*settings, f"trainer.default_local_dir={folder}"])
-    config.trainer.backend = "local"
+    config = load_config([*settings, f"trainer.default_local_dir={folder}", "trainer.backend=local"])
 
     def build(config):
         state["trainers"] += 1

@@ -8,7 +8,7 @@ import torch
 
 from data_prep.microworld import write_world
 from verl.checkpoints.run_state import RunStopped
-from verl.config import load_config
+from verl.config import load_config, replace_values
 from verl.protocol import DataProto
 from verl.trainer.config import validate
 from verl.trainer.main_ppo import build_trainer
@@ -42,8 +42,7 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
         ]
     )
     validate(config)
-    config.trainer.backend = "local"
-    config.trainer.device = "cpu"
+    config = replace_values(config, {"trainer.backend": "local", "trainer.device": "cpu"})
 
     def generate_sequences(gen_batch: DataProto) -> DataProto:
         num_rows = len(gen_batch)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from played_rollouts import Played, Prompts, Sent
 
-from verl.config import Config, load_config
+from verl.config import Config, load_config, replace_values
 from verl.trainer.ppo import stream as stream_module
 from verl.trainer.ppo.stream import RolloutStream, StalenessGate
 
@@ -25,13 +25,18 @@ def play(seed: int, config: Config, folder: Path, monkeypatch: pytest.MonkeyPatc
     repeatable = rng.random() < 0.3
     kills = rng.random() < 0.5
     masks = seed % 3 == 0
-    block = config.trainer.async_training
-    block.max_staleness = k
-    block.repeatable = repeatable
-    block.group_deadline = 20.0
-    block.too_old = "mask" if masks else "drop"
-    config.data.train_batch_size = per_step
-    config.actor_rollout_ref.rollout.n_agent = rows
+    block = "trainer.async_training"
+    config = replace_values(
+        config,
+        {
+            f"{block}.max_staleness": k,
+            f"{block}.repeatable": repeatable,
+            f"{block}.group_deadline": 20.0,
+            f"{block}.too_old": "mask" if masks else "drop",
+            "data.train_batch_size": per_step,
+            "actor_rollout_ref.rollout.n_agent": rows,
+        },
+    )
     trained = list[int]()
     prompts = Prompts(rows, trained)
     lost = 0.0 if repeatable else rng.choice([0.0, 0.05])

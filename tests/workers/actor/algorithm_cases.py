@@ -9,6 +9,7 @@ import torch
 from tiny_training import VOCABULARY, gradients_of, make_actor, make_batch, make_config
 
 from verl.algos.aggregation import prompt_counts
+from verl.config import replace_values
 from verl.protocol import DataProto, object_array
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.engine.update_loop import MicroBatchLimits
@@ -102,10 +103,8 @@ class ActorFactory:
 
     def actor(self, limits=ALL_ROWS, **settings) -> DataParallelPPOActor:
         """settings: of the `actor` block; of a block in it as <block>__<key>."""
-        block = copy.deepcopy(self.block)
-        for name, value in settings.items():
-            *inner, key = name.split("__")
-            setattr(getattr(block, inner[0]) if inner else block, key, value)
+        values = {name.replace("__", "."): value for name, value in settings.items()}
+        block = replace_values(self.block, values)
         return DataParallelPPOActor(block, self.engine, limits, 0.9)
 
     def update(self, batch, limits=ALL_ROWS, **settings):

@@ -7,6 +7,7 @@ import step_wise_cases
 from algorithm_cases import ALL_ROWS, SPLITS, ActorFactory, full_batch
 from tiny_training import assert_same_gradients, gradients_of, make_config, make_critic
 
+from verl.config import replace_values
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.engine.update_loop import mini_batches
@@ -21,9 +22,7 @@ def arranged(batch, world_size, block_name, **settings) -> list[DataProto]:
     """Return each rank's rows, as the trainer deals them out."""
     config = make_config("unread")
     block = config.actor_rollout_ref.actor if block_name == "actor" else config.critic
-    block.ppo_mini_batch_size = SIZE
-    for name, value in settings.items():
-        setattr(block, name, value)
+    block = replace_values(block, {"ppo_mini_batch_size": SIZE, **settings})
     trainer = SimpleNamespace(
         config=config,
         passes=SimpleNamespace(bypass=True),

@@ -8,13 +8,14 @@ from safetensors import safe_open
 from tiny_training import make_actor, make_batch, make_config, make_critic, save, save_hf, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl.config import replace_values
+
 
 def scheduled_config(model_path, *overrides):
     """A configuration with a cosine schedule of 6 steps; a run sets the number of its steps there."""
     optim = "actor_rollout_ref.actor.optim"
     config = make_config(model_path, f"{optim}.warmup_style=cosine", f"{optim}.lr_warmup_steps=2", *overrides)
-    config.actor_rollout_ref.actor.optim.total_training_steps = 6
-    return config
+    return replace_values(config, {f"{optim}.total_training_steps": 6})
 
 
 def weights(engine):

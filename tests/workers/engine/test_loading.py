@@ -10,7 +10,7 @@ from tiny_training import CPU, make_config
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
 from verl.checkpoints.run_state import CheckpointStore, RunState
-from verl.config import get_value, write_yaml
+from verl.config import get_value, replace_values, write_yaml
 from verl.planning.placement import decide_machine_settings
 from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import Precision, load_policy, load_value_model
@@ -68,9 +68,9 @@ def test_a_critic_is_loaded_without_alarming_reports():
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_precision_follows_the_configuration_and_the_device(model_path, name, dtype):
     block = make_config(model_path).actor_rollout_ref.actor.fsdp_config
-    block.model_dtype = name
+    block = replace_values(block, {"model_dtype": name})
     assert Precision.from_config(block, CPU) == Precision(dtype, torch.float32)
-    block.mixed_precision.param_dtype = name
+    block = replace_values(block, {"mixed_precision.param_dtype": name})
     assert Precision.from_config(block, CPU).compute == dtype
     assert load_policy({"path": model_path}, dtype).model.dtype == dtype
 
@@ -83,7 +83,7 @@ def test_fastest_becomes_one_type_for_all_roles_and_is_said_once(
     monkeypatch.setattr("verl.planning.placement.bf16_speedup", lambda *sizes: asked.append(sizes) or speedup)
     key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fastest"
     config = make_config(model_path, "trainer.device=cpu", key)
-    decide_machine_settings(config)
+    config = decide_machine_settings(config)
     for block in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic.model):
         assert block.fsdp_config.mixed_precision.param_dtype == dtype
     assert asked == [(16, 24)]
@@ -96,8 +96,7 @@ def test_a_run_that_goes_on_keeps_the_type_that_fastest_became(model_path, monke
 
     def placed(speedup: float, *more: str):
         monkeypatch.setattr("verl.planning.placement.bf16_speedup", lambda *sizes: speedup)
-        config = make_config(model_path, "trainer.device=cpu", *settings, *more)
-        decide_machine_settings(config)
+        config = decide_machine_settings(make_config(model_path, "trainer.device=cpu", *settings, *more))
         return config, get_value(config, f"actor_rollout_ref.ref.fsdp_config.{key}")
 
     config, dtype = placed(2.0)

@@ -10,6 +10,7 @@ import torch
 from megatron_ranks import Layout
 from tiny_training import CPU, make_actor, make_batch, make_config, make_critic, save_hf
 
+from verl.config import replace_values
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
@@ -73,8 +74,8 @@ class Result:
 
 def settings(folder, *overrides):
     config = make_config(folder, *COMMON, *overrides)
-    config.actor_rollout_ref.actor.optim.total_training_steps = 10  # a run sets the number of its steps there
-    return config
+    length = "actor_rollout_ref.actor.optim.total_training_steps"  # a run sets the number of its steps there
+    return replace_values(config, {length: 10})
 
 
 def rows_of(seed, replica, num_replicas):

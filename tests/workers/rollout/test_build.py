@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from verl.config import replace_values
 from verl.trainer.config import load_config
 from verl.workers.rollout.build import (
     MIN_SEQUENCES,
@@ -94,7 +95,7 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
         gib(request, left=3)
     gpu_of_80_gib(20)
     few = dataclasses.replace(request, max_model_len=64)
-    rollout.gpu_memory_utilization = None
+    rollout = replace_values(rollout, {"gpu_memory_utilization": None})
     assert gib(dataclasses.replace(request, training_bytes=50 << 30), left=79) == pytest.approx(
         77.6 - 52 - 4, abs=1e-3
     )
@@ -162,5 +163,5 @@ def test_auto_is_vllm_on_cuda_where_it_is_installed_else_native(monkeypatch):
     for installed, on_cuda in ((None, "native"), (object(), "vllm")):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=installed: spec)
         assert engine_name(rollout, "cuda:0") == on_cuda and engine_name(rollout, "cpu") == "native"
-    rollout.name = "native"
+    rollout = replace_values(rollout, {"name": "native"})
     assert engine_name(rollout, "cuda") == "native"

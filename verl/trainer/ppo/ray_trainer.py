@@ -20,7 +20,7 @@ from verl.algos.advantages import RunningBaseline
 from verl.algos.aggregation import PROMPT_MEAN, prompt_counts
 from verl.algos.kl_and_entropy import get_kl_controller
 from verl.checkpoints.run_state import RunState, RunStopped
-from verl.config import Config
+from verl.config import Config, replace_values
 from verl.config.policy import Actor
 from verl.config.schema import Critic
 from verl.data.mixture import Mixture, prompt_sampler
@@ -61,6 +61,12 @@ STATEFUL_ATTRIBUTES = ("sampler", "kl_controller", "running_baseline", "health")
 NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")
 
 
+def with_schedule_of(config: Config, num_steps: int) -> Config:
+    """Return the configuration of a run of `num_steps` steps, the length of the optimizers' schedules."""
+    lengths = ("actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps")
+    return replace_values(config, dict.fromkeys(lengths, num_steps))
+
+
 class RayPPOTrainer(ResumableRun):
     """The trainer for PPO and its critic-free relatives over worker groups.
 
@@ -69,7 +75,8 @@ class RayPPOTrainer(ResumableRun):
     Args:
         config: the whole configuration, validated.
         tokenizer: the policy's tokenizer; it is used for rewards and records, never to make training ids.
-        role_worker_mapping: role -> worker class with its constructor arguments.
+        role_worker_mapping: role -> function that makes its worker class, with the constructor arguments,
+            from the configuration as it is when the workers start.
         resource_pool_manager: the pool of each role.
         reward_fn: scores training rows.
         val_reward_fn: scores validation rows.
@@ -87,7 +94,7 @@ class RayPPOTrainer(ResumableRun):
         self,
         config: Config,
         tokenizer: Any,
-        role_worker_mapping: dict[Role, ClassWithInitArgs],
+        role_worker_mapping: dict[Role, Callable[[Config], ClassWithInitArgs]],
         resource_pool_manager: ResourcePoolManager,
         reward_fn: RewardManager,
         val_reward_fn: RewardManager,
@@ -117,9 +124,7 @@ class RayPPOTrainer(ResumableRun):
         self.sampler = prompt_sampler(train_dataset, config)
         trainer = config.trainer
         self.total_steps = trainer.total_training_steps or len(self.sampler) * trainer.total_epochs
-        for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
-            if optim.total_training_steps <= 0:
-                optim.total_training_steps = self.total_steps
+        config = self.config = with_schedule_of(config, self.total_steps)
         self.num_restarts = 0  # restarts of this run so far, set by `verl/trainer/restarts.py`
         self.num_rewinds = 0  # rewinds of this run so far, set there too
         self.rewinds_left = 0  # rewinds that it may still make, set there too
@@ -145,9 +150,9 @@ class RayPPOTrainer(ResumableRun):
         self.when_folder_is_taken()
         config = self.config
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
-        for role, worker in self.role_worker_mapping.items():
+        for role, make_worker in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
-            pools.setdefault(id(pool), (pool, {}))[1][role.value] = worker
+            pools.setdefault(id(pool), (pool, {}))[1][role.value] = make_worker(config)
         for pool, workers in pools.values():
             self.worker_groups |= build_worker_groups(self.resource_pool_manager.backend, pool, workers)
         actor = next(role for role in self.role_worker_mapping if role not in (Role.Critic, Role.Rollout))
