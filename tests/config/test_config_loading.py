@@ -182,7 +182,7 @@ def test_a_key_in_capitals_is_a_variable_which_goes_before_the_command(text):
     [
         ("trainer.seed=1,2", "sweep"),
         ("retriever.url=http://a,http://b", "sweep"),
-        ("~trainer.seed", "cannot be removed"),
+        ("~trainer.sede", "nearest known key is 'trainer.seed'"),
         ("trainer.seed", "expected key=value"),
         ("--config-nam=other", "expected key=value"),
         ("algorithm.kl_ctrl=3", "a group of keys; expected one of: algorithm.kl_ctrl.type"),

@@ -106,9 +106,8 @@ def test_a_derived_configuration_has_the_new_values_and_the_first_one_stays():
     assert (first.trainer.seed, second.trainer.seed) == (0, 7)
     assert second.critic.model.fsdp_config.fsdp_size == 2, "it must follow the actor's"
     assert replace_values(second, {"trainer.seed": 0, key: -1}) == first
-    assert (
-        replace_values(first.trainer, {"async_training.max_staleness": 3}).async_training.max_staleness == 3
-    )
+    block = replace_values(first.trainer, {"async_training.max_staleness": 3})
+    assert block.async_training.max_staleness == 3 and block.seed == 0
 
 
 def test_the_schema_for_editors_knows_every_key():

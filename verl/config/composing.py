@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.plugins import Plugins
@@ -40,6 +42,21 @@ from verl.config.overrides import Folders
 PRIMARY_FILES = Path(__file__).resolve().parents[1] / "trainer" / "config"
 MEMORY = "verl_layer_"  # groups of the configs that are no files: the environment, @ files, the command line
 Reader = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
+
+
+class _ParsedFiles(FileConfigSource):
+    """Files with configs. A file that stays as it is, is parsed once in a process, which takes longest."""
+
+    parsed: ClassVar[dict[tuple[Path, int], tuple[ConfigResult, Any]]] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        key = (file, file.stat().st_mtime_ns if file.is_file() else 0)
+        if key not in self.parsed:
+            result = super().load_config(config_path)
+            self.parsed[key] = (result, OmegaConf.to_container(result.config, resolve=False))
+        result, content = self.parsed[key]
+        return replace(result, config=OmegaConf.create(content), header=dict(result.header))
 
 
 class ReadingLoader(ConfigLoaderImpl):
@@ -63,6 +80,9 @@ class ReadingLoader(ConfigLoaderImpl):
         path.append("schema", "structured://")
         super().__init__(path)
         self._read = read
+        for number, source in enumerate(self.repository.sources):
+            if source.scheme() == "file":
+                self.repository.sources[number] = _ParsedFiles(source.provider, source.path)
 
     def is_group(self, name: str) -> bool:
         """Return whether an override of this name chooses a config, and sets no key."""
@@ -133,14 +153,19 @@ def compose(loader: ReadingLoader, config_name: str, overrides: Sequence[str]) -
     return config
 
 
-def has(config: DictConfig, path: str) -> bool:
-    """Return whether a key with this dotted name is there."""
-    node: Any = config
-    for name in path.split("."):
-        if not isinstance(node, DictConfig) or node._is_none() or name not in node:
-            return False
-        node = node._get_node(name)
-    return True
+def missing(config: DictConfig, paths: Iterable[str]) -> list[str]:
+    """Return those of the dotted names that are not there."""
+    content = OmegaConf.to_container(config, resolve=False)
+
+    def is_there(path: str) -> bool:
+        value: Any = content
+        for name in path.split("."):
+            if not isinstance(value, dict) or name not in value:
+                return False
+            value = value[name]
+        return True
+
+    return [path for path in paths if not is_there(path)]
 
 
 def put(config: DictConfig, path: str, value: Any) -> None:

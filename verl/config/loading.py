@@ -150,6 +150,8 @@ class _Names:
     def __init__(self, program: Program) -> None:
         self.keys = keys_of(program.schema)
         self.table = program.table
+        self.old_names = program.table.names
+        self.open_keys = [path for path, key in self.keys.items() if key.is_open]
 
     def owner(self, name: str) -> str:
         """Return the key of the schema that has this name, or is the dictionary in which it is."""
@@ -157,7 +159,7 @@ class _Names:
 
     def check(self, argument: Argument) -> None:
         """Raise ValueError if there is no key, and no group of keys, with the name of an argument."""
-        if not any(_is_in(path, argument.name) for path in (*self.keys, *self.table.names)):
+        if not any(_is_in(path, argument.name) for path in (*self.keys, *self.old_names)):
             list(self.translated(Setting(argument.name, None, argument.written, COMMAND_LINE)))
 
     def translated(self, setting: Setting) -> Iterator[Setting]:
@@ -165,15 +167,14 @@ class _Names:
         keys = self.keys
         table = self.table
         name = setting.key
-        is_entry = any(_is_in(name, path) for path in keys if keys[path].is_open)
-        if name in keys or name in table.names or is_entry:
+        if name in keys or name in self.old_names or any(_is_in(name, path) for path in self.open_keys):
             yield setting
             return
         for group, new_group in table.renamed_groups.items():
             if _is_in(name, group):
                 yield from self.translated(replace(setting, key=new_group + name.removeprefix(group)))
                 return
-        inside = [path for path in (*keys, *table.names) if _is_in(path, name)]
+        inside = [path for path in (*keys, *self.old_names) if _is_in(path, name)]
         if inside and isinstance(setting.value, dict):
             for inner, value in setting.value.items():
                 yield from self.translated(replace(setting, key=f"{name}.{inner}", value=value))
@@ -223,7 +224,7 @@ class _Loading:
             for setting in layer:
                 if setting.key in table.aliases:
                     aliases[setting.key] = (number, setting)
-                elif setting.key in table.names:
+                elif setting.key in self._names.old_names:
                     notes[setting.key] = table.note(setting.key, setting.value)
                 else:
                     path = self._names.owner(setting.key)
@@ -320,17 +321,16 @@ class _Loading:
         """Return the settings of the schema's keys as nested dictionaries."""
         content: dict[str, Any] = {}
         for setting in settings:
-            if setting.key not in self._program.table.names:
+            if setting.key not in self._names.old_names:
                 _insert(content, setting.key.split("."), setting.value)
         return content
 
     def _values(self, composed: DictConfig, origins: dict[str, str]) -> dict[str, Any]:
         """Return the value of each key; of one that was deleted it is the default."""
         defaults = self._composing.defaults_of(self._program.schema)
-        for path, default in defaults.items():
-            if not self._composing.has(composed, path):
-                self._composing.put(composed, path, default)
-                origins[path] = "default"
+        for path in self._composing.missing(composed, defaults):
+            self._composing.put(composed, path, defaults[path])
+            origins[path] = "default"
         resolved = self._composing.resolve(composed)
         values: dict[str, Any] = {}
         for path, key in self._keys.items():
@@ -349,7 +349,7 @@ class _Loading:
         return values
 
     def _environment_settings(self, environment: Mapping[str, str]) -> Iterator[Setting]:
-        names = {name.lower(): name for name in (*self._keys, *self._program.table.names)}
+        names = {name.lower(): name for name in (*self._keys, *self._names.old_names)}
         for variable, text in sorted(environment.items()):
             if variable.startswith(VARIABLE_PREFIX):
                 name = variable.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
