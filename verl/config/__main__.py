@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from verl.config.checks import check_config, check_sft_config
-from verl.config.command_line import read_arguments
+from verl.config.command_line import parse, show
 from verl.config.loading import PROGRAMS
 from verl.config.render import json_schema, yaml_file
 
@@ -26,12 +26,21 @@ def generated_files() -> dict[Path, str]:
 
 
 def check_arguments(name: str, arguments: list[str]) -> int:
-    """Return 0 if a program accepts these arguments, else 2; its data may not have been made yet."""
+    """Return 0 if a program accepts these arguments, of each job of a sweep, else 2.
+
+    Its data may not have been made yet.
+    """
+    names = ("sft_trainer",) if name == "sft_trainer" else ("ppo_trainer", "ppo_megatron_trainer")
     try:
-        if name == "sft_trainer":
-            check_sft_config(read_arguments(arguments, (name,)).config, with_data=False)
-        else:
-            check_config(read_arguments(arguments).config, with_data=False)
+        command = parse(arguments, names)
+        for job in command.jobs():
+            loaded = command.load(job)
+            if command.shown:
+                show(command, loaded)
+            elif name == "sft_trainer":
+                check_sft_config(loaded.config, with_data=False)
+            else:
+                check_config(loaded.config, with_data=False)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ class CommandLine:
     """The arguments, with the options apart.
 
     Attributes:
-        program: the primary file whose program this is, one of PROGRAMS.
+        names: the shipped primary files of the program, among PROGRAMS.
         config_name: the primary file.
         folders: folders with files of the user's own.
         rest: overrides, and files of keys.
@@ -40,7 +40,7 @@ class CommandLine:
         multirun: whether the arguments ask for a sweep.
     """
 
-    program: str
+    names: Sequence[str]
     config_name: str
     folders: Folders
     rest: Sequence[str]
@@ -56,10 +56,22 @@ class CommandLine:
         flags = {"help": ["--help"], "print": ["--print"], "origins": ["--print", "--origins"]}
         return options + flags.get(self.shown, [])
 
-    def load(self, arguments: Sequence[str] | None = None) -> Loaded:
-        """Load the configuration, of other arguments where they are given."""
-        rest = self.rest if arguments is None else arguments
-        return load(rest, self.config_name, program_name=self.program, folders=self.folders)
+    @property
+    def program(self) -> str:
+        """Return the program's name in PROGRAMS."""
+        return self.names[0]
+
+    def jobs(self) -> list[Sequence[str]]:
+        """Return the arguments of each job of a sweep; without --multirun there is one job."""
+        if not self.multirun:
+            return [self.rest]
+        from verl.config.sweeps import combinations  # it imports Hydra, which takes time
+
+        return [*combinations(self)]
+
+    def load(self, arguments: Sequence[str]) -> Loaded:
+        """Load the configuration of the arguments, with the options of the command line."""
+        return load(arguments, self.config_name, program_name=self.program, folders=self.folders)
 
 
 def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
@@ -91,7 +103,7 @@ def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
     elif options.print:
         shown = "print"
     return CommandLine(
-        program=names[0],
+        names=names,
         config_name=name,
         folders=folders,
         rest=rest,
@@ -123,14 +135,19 @@ def read_arguments(
         from verl.config.sweeps import run_sweep
 
         sys.exit(run_sweep(command, str(module)))
-    loaded = command.load()
+    loaded = command.load(command.jobs()[0])
+    if not command.shown:
+        return loaded
+    show(command, loaded)
+    sys.exit(0)
+
+
+def show(command: CommandLine, loaded: Loaded) -> None:
+    """Print what `--help`, `--print` or `--print --origins` asks for."""
     if command.shown == "help":
-        print(OPTIONS.format(names=", ".join(names)))
+        print(OPTIONS.format(names=", ".join(command.names)))
         print(to_yaml(command.program, loaded))
-    elif command.shown:
+    else:
         is_with_origins = command.shown == "origins"
         print(to_yaml(command.program, loaded, with_origins=is_with_origins, with_meaning=False))
         print(f"# {len(settable(PROGRAMS[command.program].schema))} keys")
-    else:
-        return loaded
-    sys.exit(0)

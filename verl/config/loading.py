@@ -122,22 +122,22 @@ def load(
             f"Found no configuration named {program_name!r}; expected one of: {', '.join(PROGRAMS)}."
         )
     program = PROGRAMS[program_name]
-    names = _Names(program)
-    for written in _overrides_among(arguments):
-        argument = split(written)
-        if "." in argument.name and not _is_in(argument.name, "hydra"):
-            names.check(argument)  # a misspelt key is said before Hydra is imported
+    check_names(arguments, program)
     variables = os.environ if environment is None else environment
-    return _Loading(program, names, folders).load(arguments, config_name, variables)
+    return _Loading(program, folders).load(arguments, config_name, variables)
 
 
-def _overrides_among(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments that are no files."""
+def check_names(arguments: Sequence[str], program: Program) -> None:
+    """Raise ValueError if an argument names an unknown key; Hydra is not imported for that."""
+    names = _Names(program)
     is_file = False
-    for argument in arguments:
-        if not is_file and not argument.startswith("@"):
-            yield argument
-        is_file = not is_file and argument == "@"
+    for written in arguments:
+        if not is_file and not written.startswith("@"):
+            argument = split(written)
+            may_be_group = "." not in argument.name or "/" in argument.name
+            if not may_be_group and not _is_in(argument.name, "hydra"):
+                names.check(argument)
+        is_file = not is_file and written == "@"
 
 
 class _Names:
@@ -195,17 +195,16 @@ class _Loading:
 
     Args:
         program: what the configuration holds.
-        names: the names of its keys.
         folders: folders with files of the user's own.
     """
 
-    def __init__(self, program: Program, names: _Names, folders: Folders | None) -> None:
+    def __init__(self, program: Program, folders: Folders | None) -> None:
         # Hydra takes half a second to import on a slow machine; workers, which get a configuration, never do.
         from verl.config import composing
 
         self._composing = composing
         self._program = program
-        self._names = names
+        self._names = _Names(program)
         self._keys = keys_of(program.schema)
         self._loader: ReadingLoader = composing.ReadingLoader(folders or Folders(), self._read)
         self._layers: list[list[Setting]] = []  # as Hydra merges them, the weakest first
@@ -219,6 +218,7 @@ class _Loading:
         layer_of: dict[str, int] = {}
         aliases: dict[str, tuple[int, Setting]] = {}
         notes: dict[str, str | None] = {}
+        unset: dict[str, Setting] = {}  # keys that a layer marks as ones that must be set
         table = self._program.table
         for number, layer in enumerate(self._layers, 1):
             for setting in layer:
@@ -229,8 +229,13 @@ class _Loading:
                 else:
                     path = self._names.owner(setting.key)
                     layer_of[path] = number
+                    unset.pop(path, None)
+                    if setting.value == "???":
+                        unset[path] = setting
                     if origins[path] != "default" or not self._repeats_default(setting):
                         origins[path] = setting.origin
+        for path, setting in unset.items():
+            raise ValueError(f"Found {setting.text!r}, which asks for a value; expected {path}=<value>.")
         chosen = {
             name: setting
             for name, (number, setting) in aliases.items()

@@ -12,7 +12,6 @@ A job's folder is <trainer.default_local_dir>/<its values>, and its name in the 
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -21,8 +20,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.command_line import CommandLine
 from verl.config.composing import ReadingLoader, one_line
 from verl.config.keys import Key, keys_of, to_dict
-from verl.config.loading import PROGRAMS
+from verl.config.loading import PROGRAMS, check_names
 from verl.config.overrides import parse, split
 
 FOLDER = "trainer.default_local_dir"
@@ -68,22 +69,8 @@ def run_sweep(command: CommandLine, module: str) -> int:
     Raises:
         ValueError: the arguments can't be read.
     """
-    swept: list[str] = []  # overrides with several values
-    of_hydra: list[str] = []  # overrides that say how Hydra sweeps and launches
-    plain: list[str] = []  # all else, files of keys too
-    arguments = list(command.rest)
-    while arguments:
-        argument = arguments.pop(0)
-        if argument == "@" and arguments:
-            argument += arguments.pop(0)
-        if _is_swept(argument):
-            swept.append(argument)
-        elif argument.lstrip("+~").startswith(("hydra.", "hydra/")):
-            of_hydra.append(argument)
-        else:
-            plain.append(argument)
-    if not swept:
-        raise ValueError("Found --multirun without several values; expected for example trainer.seed=1,2.")
+    plain, swept, of_hydra = _apart(command.rest)
+    check_names(swept, PROGRAMS[command.program])
     config = command.load(plain).config
 
     def read(name: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,6 +96,42 @@ def run_sweep(command: CommandLine, module: str) -> int:
     return 0
 
 
+def combinations(command: CommandLine) -> list[list[str]]:
+    """Return the arguments of each job, as Hydra's own sweeper combines the values.
+
+    Raises ValueError if there are not several values.
+    """
+    plain, swept, _ = _apart(command.rest)
+    check_names(swept, PROGRAMS[command.program])
+    parsed = OverridesParser.create().parse_overrides(swept)
+    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [[*plain, *values] for values in jobs]
+
+
+def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return all else, files of keys too; the overrides with several values; those of Hydra's configuration.
+
+    Raises ValueError if there are not several values.
+    """
+    plain: list[str] = []
+    swept: list[str] = []
+    of_hydra: list[str] = []
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        if argument == "@" and pending:
+            argument += pending.pop(0)
+        if _is_swept(argument):
+            swept.append(argument)
+        elif argument.lstrip("+~").startswith(("hydra.", "hydra/")):
+            of_hydra.append(argument)
+        else:
+            plain.append(argument)
+    if not swept:
+        raise ValueError("Found --multirun without several values; expected for example trainer.seed=1,2.")
+    return plain, swept, of_hydra
+
+
 def _is_swept(argument: str) -> bool:
     """Return whether an argument has several values."""
     if argument.startswith(("@", "-")) or "=" not in argument:
@@ -130,6 +153,7 @@ def _settings_of_hydra(given: Sequence[str], folder: str) -> list[str]:
         "hydra.sweep.dir": QuotedString(folder, Quote.single).with_quotes(),
         "hydra.sweep.subdir": "${hydra.job.override_dirname}",
         "hydra.output_subdir": "null",
+        "hydra.job.chdir": "false",
         "hydra/job_logging": "none",
     }
     names = {split(override).name for override in given}
@@ -143,7 +167,7 @@ def _run_job(job: Sequence[str], swept: set[str], experiment_name: str, _: objec
     """
     hydra = HydraConfig.get()
     folder = str(hydra.runtime.output_dir)
-    label = os.path.relpath(folder, os.path.abspath(hydra.sweep.dir)).replace("/", "_")
+    label = str(hydra.sweep.subdir).replace("/", "_")
     own = {FOLDER: folder, NAME: f"{experiment_name}-{label}"}
     overrides = list(hydra.overrides.task)
     for key, text in own.items():
