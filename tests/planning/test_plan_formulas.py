@@ -8,6 +8,7 @@ import torch
 from known_models import NUM_PARAMETERS, SIZES, write_config, write_small
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from verl.config.policy import Optim
 from verl.packing.attention import PACKED_ATTENTION
 from verl.packing.packs import pack_rows
 from verl.planning.memory_plan import tokens_of
@@ -19,7 +20,7 @@ from verl.workers.engine.update_loop import MicroBatchLimits
 FP32 = Precision(torch.float32, torch.float32)
 MIXED = Precision(torch.float32, torch.bfloat16)
 BF16 = Precision(torch.bfloat16, torch.bfloat16)
-OPTIM = {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0}
+OPTIM = Optim(lr=1e-3, betas=[0.9, 0.99], weight_decay=0.0)
 FSDP = SimpleNamespace(fsdp_size=-1, reshard_after_forward=True)
 
 

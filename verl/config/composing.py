@@ -96,8 +96,7 @@ class ReadingLoader(ConfigLoaderImpl):
         is_schema = result.is_schema_source and not name.startswith(MEMORY)
         if is_of_hydra or is_schema or not isinstance(result.config, DictConfig):
             return result
-        content = OmegaConf.to_container(result.config, resolve=False)
-        assert isinstance(content, dict)
+        content: Any = OmegaConf.to_container(result.config, resolve=False)
         of_hydra = {key: content.pop(key) for key in ("hydra", "defaults") if key in content}
         translated = copy.copy(result)
         translated.config = OmegaConf.create({**self._read(name, content), **of_hydra})

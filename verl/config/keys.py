@@ -296,7 +296,7 @@ def replace_values(config: Config, values: Mapping[str, Any]) -> Config:
             take its value too.
     """
     followers = {
-        path: values[spec.follows]
+        path: values[str(spec.follows)]
         for path, spec in keys_of(type(config)).items()
         if spec.must_follow is not None and spec.follows in values
     }

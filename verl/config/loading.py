@@ -374,13 +374,21 @@ class _Loading:
         return Setting(argument.name, value, argument.written, COMMAND_LINE)
 
 
-HYDRA_KEYS = ("hydra.searchpath", "hydra.sweep.", "hydra.sweeper.", "hydra.launcher.", "hydra.job.env_set")
-HYDRA_KEYS += ("hydra.job.config.override_dirname.", "hydra.callbacks.", "hydra.verbose")
+HYDRA_KEYS = [
+    "hydra.searchpath",
+    "hydra.sweep.",
+    "hydra.sweeper.",
+    "hydra.launcher.",
+    "hydra.callbacks.",
+    "hydra.verbose",
+    "hydra.job.env_set",
+    "hydra.job.config.override_dirname.",
+]
 
 
 def _hydra_override(argument: Argument) -> str:
     """Return an override of Hydra's own configuration. Raise ValueError if it has no meaning here."""
-    if not argument.name.startswith(HYDRA_KEYS):
+    if not argument.name.startswith(tuple(HYDRA_KEYS)):
         raise ValueError(
             f"Found the unknown key {argument.name!r} in {argument.written!r}. Nothing is written through "
             "Hydra; the run's folder is trainer.default_local_dir. Of Hydra's keys there are "

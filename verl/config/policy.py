@@ -200,6 +200,7 @@ class ReferenceFsdp(Block):
     """The reference's memory."""
 
     param_offload: bool = key(False, "CUDA: keep the reference's weights in CPU memory between uses")
+    optimizer_offload: ClassVar[bool] = False  # a frozen model has no optimizer
     reshard_after_forward: bool = follows_actor("actor.fsdp_config.reshard_after_forward")
     fsdp_size: int = follows_actor("actor.fsdp_config.fsdp_size")
     model_dtype: ClassVar[None] = None  # weights have the type of the computation: bf16 on CUDA, fp32 on CPU

@@ -39,6 +39,7 @@ from verl.config.policy import (
     Model,
     ModelWithAdapters,
     Optim,
+    ReferenceFsdp,
 )
 
 
@@ -387,6 +388,9 @@ class SFTFsdp(Block):
     param_offload: ClassVar[bool] = False
     optimizer_offload: ClassVar[bool] = False
     fsdp_size: ClassVar[int] = -1
+
+
+AnyFsdp = Fsdp | SFTFsdp | ReferenceFsdp  # the memory of a model in a worker
 
 
 @config_block

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from verl.config.policy import Actor, ActorRolloutRef, Megatron
-from verl.config.schema import Critic
+from verl.config import Block
+from verl.config.policy import Actor, ActorRolloutRef, Megatron, Optim
+from verl.config.schema import AnyFsdp, Critic
 from verl.protocol import DataProto
 from verl.sessions.engine_contract import RolloutEngine
 from verl.single_controller.base import DataPosition, Dispatch, Worker, register
@@ -95,9 +96,9 @@ class TrainingWorker(Worker):
     def build_engine(
         self,
         model: Mapping[str, Any],
-        fsdp_config: Mapping[str, Any],
+        fsdp_config: AnyFsdp,
         megatron: Megatron | None = None,
-        optim: Mapping[str, Any] | None = None,
+        optim: Optim | None = None,
         grad_clip: float = 1.0,
         is_policy: bool = True,
         with_adapters: bool = True,
@@ -129,7 +130,7 @@ class TrainingWorker(Worker):
             self.num_token_sharing,
         )
 
-    def limits(self, block: Mapping[str, Any], prefix: str) -> MicroBatchLimits:
+    def limits(self, block: Block, prefix: str) -> MicroBatchLimits:
         padded = not self.config.model.use_remove_padding
         return MicroBatchLimits.from_config(block, prefix, self.device, padded, self.num_token_sharing)
 

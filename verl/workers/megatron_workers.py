@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config.policy import Actor, Megatron
-from verl.config.schema import Critic
+from verl.config.policy import Actor, Megatron, Optim
+from verl.config.schema import AnyFsdp, Critic
 from verl.workers import fsdp_workers
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.training_engine import Engine
@@ -53,9 +53,9 @@ class _MegatronProcess(fsdp_workers.TrainingWorker):
     def build_engine(
         self,
         model: Mapping[str, Any],
-        fsdp_config: Mapping[str, Any],
+        fsdp_config: AnyFsdp,
         megatron: Megatron | None = None,
-        optim: Mapping[str, Any] | None = None,
+        optim: Optim | None = None,
         grad_clip: float = 1.0,
         is_policy: bool = True,
         with_adapters: bool = True,

@@ -24,6 +24,7 @@ from verl.workers.engine.update_loop import (
     MicroBatchLimits,
     MiniBatch,
     UpdateLoop,
+    UpdateSchedule,
     pack_micro_batches,
     tensors_of,
 )
@@ -63,8 +64,8 @@ class SFTWorker(TrainingWorker):
             max_tokens = min(max_tokens, CPU_TOKENS_PER_PACK)
         padded = not config.use_remove_padding
         self.micro_batch_limits = MicroBatchLimits(data.micro_batch_size_per_gpu, max_tokens, padded)
-        block = {"ppo_mini_batch_size": config.data.train_batch_size, "ppo_epochs": 1, "shuffle": False}
-        self.loop = UpdateLoop("train", block, self.engine, self.micro_batch_limits, rollout_n=1, seed=0)
+        schedule = UpdateSchedule(config.data.train_batch_size)
+        self.loop = UpdateLoop("train", schedule, self.engine, self.micro_batch_limits, rollout_n=1, seed=0)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update(self, data: DataProto) -> DataProto:

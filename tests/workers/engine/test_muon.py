@@ -1,6 +1,8 @@
 """Muon against its formula in float64 loops, and in an update."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +11,9 @@ from torch import nn
 
 from verl.workers.engine.optim import build_optimizer
 
-BLOCK = {
-    "name": "muon",
-    "lr": 0.1,
-    "betas": [0.9, 0.99],
-    "weight_decay": 0.02,
-    "momentum": 0.9,
-    "adamw_lr": 0.03,
-}
+BLOCK: Any = SimpleNamespace(  # with a momentum of its own, which is a constant of runs
+    name="muon", lr=0.1, betas=[0.9, 0.99], weight_decay=0.02, momentum=0.9, adamw_lr=0.03
+)
 MUON = ["actor_rollout_ref.actor.optim.name=muon"]
 
 
@@ -95,7 +92,9 @@ def test_all_but_matrices_take_the_steps_of_adamw_with_its_own_rate():
         oracle.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q)
-    same_rate = build_optimizer([*ours, matrix], BLOCK | {"adamw_lr": None}, matrices=[matrix])
+    same_rate = build_optimizer(
+        [*ours, matrix], SimpleNamespace(**{**vars(BLOCK), "adamw_lr": None}), matrices=[matrix]
+    )
     assert {group["lr"] for group in same_rate.param_groups} == {0.1}
 
 

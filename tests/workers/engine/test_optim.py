@@ -1,26 +1,20 @@
 """AdamW against its formula, and learning-rate schedules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from verl.config.policy import Optim
 from verl.workers.engine.optim import build_optimizer, build_scheduler, lr_factor
 
-BLOCK = {
-    "name": "adamw",
-    "lr": 0.1,
-    "betas": [0.9, 0.99],
-    "weight_decay": 0.02,
-    "lr_warmup_steps": -1,
-    "lr_warmup_steps_ratio": 0.0,
-    "min_lr_ratio": None,
-    "warmup_style": "constant",
-    "total_training_steps": -1,
-}
+BLOCK = Optim(lr=0.1, betas=[0.9, 0.99], weight_decay=0.02)
 
 
 def rates(num_steps, **changes):
-    optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1))], BLOCK | changes)
-    scheduler = build_scheduler(optimizer, BLOCK | changes)
+    block = replace(BLOCK, **changes)
+    optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1))], block)
+    scheduler = build_scheduler(optimizer, block)
     seen = []
     for _ in range(num_steps):
         seen.append(scheduler.get_last_lr()[0])

@@ -392,7 +392,7 @@ class RayPPOTrainer(ResumableRun):
             ]
             counts = [prompt_counts(mask[span], uids[span]) for span in spans]
             tensors["prompt_tokens"], tensors["prompt_rows"] = map(torch.cat, zip(*counts, strict=True))
-        if block.get("echo_coeff"):
+        if isinstance(block, Actor) and block.echo_coeff:
             # The actor also learns the tokens of the response that the policy read and did not sample.
             sampled = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"]
             tensors["observation_mask"] = tensors["attention_mask"][:, -sampled.shape[1] :] * (1 - sampled)

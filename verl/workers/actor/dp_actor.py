@@ -29,6 +29,7 @@ from verl.algos.aggregation import PROMPT_MEAN, LossDenominator, agg_loss, echo_
 from verl.algos.kl_and_entropy import compute_kl_loss, get_entropy_controller
 from verl.algos.policy_losses import LossInputs, SelectFn, loss_traits, policy_loss, policy_loss_inputs
 from verl.algos.rollout_correction import rollout_agreement
+from verl.config.policy import Actor
 from verl.packing.packs import PackedMicroBatch
 from verl.packing.turn_rows import TRAJECTORY, rows_to_trajectories, split_into_turns
 from verl.protocol import DataProto
@@ -40,17 +41,18 @@ from verl.workers.engine.update_loop import (
     MicroBatchLimits,
     MiniBatch,
     UpdateLoop,
+    UpdateSchedule,
     infer_rows,
     tensors_of,
 )
 
 
-def uses_kl_loss(config: Mapping[str, Any]) -> bool:
+def uses_kl_loss(config: Actor) -> bool:
     """Return whether the loss of this `actor` block has a KL to the reference."""
-    return bool(config["use_kl_loss"]) and config["kl_loss_coef"] > 0
+    return bool(config.use_kl_loss) and config.kl_loss_coef > 0
 
 
-def loss_columns(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def loss_columns(config: Actor) -> tuple[list[str], list[str]]:
     """Return the columns that the loss of this `actor` block reads.
 
     Returns:
@@ -61,16 +63,16 @@ def loss_columns(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     needed = ["advantages"]
     if uses_kl_loss(config):
         needed.append("ref_log_prob")
-    if config["echo_coeff"]:
+    if config.echo_coeff:
         needed.append("observation_mask")
-    if config["loss_agg_mode"] == PROMPT_MEAN:
+    if config.loss_agg_mode == PROMPT_MEAN:
         needed += ["prompt_tokens", "prompt_rows"]
     optional = ["old_log_probs", "rollout_log_probs", "rollout_is_weights", "teacher_log_prob"]
     return needed, optional
 
 
 def rows_without_gradient(
-    config: Mapping[str, Any], entropy_coeff: float, batch: Mapping[str, Tensor], rows: list[int]
+    config: Actor, entropy_coeff: float, batch: Mapping[str, Tensor], rows: list[int]
 ) -> list[int]:
     """Return the rows that no term of the loss has a gradient for.
 
@@ -84,8 +86,8 @@ def rows_without_gradient(
         batch: this rank's columns.
         rows: the rows to choose from.
     """
-    vanishes = loss_traits(config["policy_loss"]["loss_mode"]).vanishes_with_advantage
-    if not vanishes or entropy_coeff or uses_kl_loss(config) or config["echo_coeff"]:
+    vanishes = loss_traits(config.policy_loss.loss_mode).vanishes_with_advantage
+    if not vanishes or entropy_coeff or uses_kl_loss(config) or config.echo_coeff:
         return []
     mask = batch["response_mask"][rows].bool()
     pulled = (batch["advantages"][rows].masked_fill(~mask, 0.0) != 0).any(dim=1)
@@ -115,7 +117,7 @@ class PolicyObjective:
         step_bound: the bound of `actor.max_step_kl`, or None. It also needs this pass's log-probs.
     """
 
-    config: Mapping[str, Any]
+    config: Actor
     engine: Engine
     temperature: float
     batch: Mapping[str, Tensor]
@@ -129,7 +131,7 @@ class PolicyObjective:
     step_bound: StepBound | None = None
 
     def __post_init__(self) -> None:
-        select = loss_traits(self.config["policy_loss"]["loss_mode"]).select
+        select = loss_traits(self.config.policy_loss.loss_mode).select
         self.selection = None if select is None else self._selected(select)
         extra = self.batch.get(EXTRA_LOSS_KEY)
         if extra is not None:
@@ -155,7 +157,7 @@ class PolicyObjective:
         inputs = LossInputs(
             log_prob=log_prob,
             response_mask=micro_batch.mask,
-            loss_agg_mode=self.config["loss_agg_mode"],
+            loss_agg_mode=self.config.loss_agg_mode,
             config=self.config,
             denominator=self.mini_batch.denominator.of_rows(micro_batch.rows),
             old_log_prob=old_log_prob,
@@ -165,7 +167,7 @@ class PolicyObjective:
             teacher_log_prob=self._rows_or_none("teacher_log_prob", micro_batch),
             selection=None if selection is None else to_device(selection[micro_batch.rows], log_prob.device),
         )
-        loss, metrics = policy_loss(self.config["policy_loss"]["loss_mode"], inputs)
+        loss, metrics = policy_loss(self.config.policy_loss.loss_mode, inputs)
         metrics = {**metrics, "actor/pg_loss": loss}
         for name, weight, term in self._other_terms(micro_batch, log_prob, entropy):
             metrics[name] = term
@@ -208,7 +210,7 @@ class PolicyObjective:
         """
         config = self.config
         mask = micro_batch.mask
-        mode = self.config["loss_agg_mode"]
+        mode = self.config.loss_agg_mode
         denominator = self.mini_batch.denominator.of_rows(micro_batch.rows)
         entropy = entropy if self.entropy_coeff else entropy.detach()
         mean_entropy = agg_loss(entropy.detach(), mask, "token-mean", denominator)
@@ -219,15 +221,15 @@ class PolicyObjective:
         ]
         if uses_kl_loss(config):
             reference = self._rows("ref_log_prob", micro_batch)
-            kl_loss = compute_kl_loss(log_prob, reference, mask, config["kl_loss_type"], mode, denominator)
-            terms.append(("actor/kl_loss", config["kl_loss_coef"], kl_loss))
+            kl_loss = compute_kl_loss(log_prob, reference, mask, config.kl_loss_type, mode, denominator)
+            terms.append(("actor/kl_loss", config.kl_loss_coef, kl_loss))
             kl = compute_kl_loss(
-                log_prob.detach(), reference, mask, config["kl_loss_type"], "token-mean", denominator
+                log_prob.detach(), reference, mask, config.kl_loss_type, "token-mean", denominator
             )
             terms.append(("actor/ref_kl", 0.0, kl))
-        if config["echo_coeff"]:
+        if config.echo_coeff:
             echo = echo_loss(log_prob, micro_batch.extra_mask, self.echo_denominator)
-            terms.append(("actor/echo_loss", config["echo_coeff"], echo))
+            terms.append(("actor/echo_loss", config.echo_coeff, echo))
         return terms
 
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
@@ -284,7 +286,7 @@ class DataParallelPPOActor:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: Actor,
         engine: Engine,
         limits: MicroBatchLimits,
         temperature: float,
@@ -296,7 +298,9 @@ class DataParallelPPOActor:
         self.limits = limits
         self.temperature = temperature
         self.seed = seed
-        self.loop = UpdateLoop("actor", config, engine, limits, rollout_n, seed, config["loss_scale_factor"])
+        self.loop = UpdateLoop(
+            "actor", UpdateSchedule.of(config), engine, limits, rollout_n, seed, config.loss_scale_factor
+        )
         self.entropy_controller = get_entropy_controller(config)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
@@ -334,9 +338,9 @@ class DataParallelPPOActor:
         def objective_of(mini_batch: MiniBatch) -> PolicyObjective:
             is_first = mini_batch.number == 0
             bound: StepBound | None = None
-            if self.config["max_step_kl"] is not None:
+            if self.config.max_step_kl is not None:
                 bound = StepBound(
-                    self.config["max_step_kl"],
+                    self.config.max_step_kl,
                     self.engine,
                     batch,
                     mini_batch.rows,
@@ -363,7 +367,7 @@ class DataParallelPPOActor:
         metrics = self.loop.run(data, batch, objective_of)
         metrics["actor/entropy_coeff"] = entropy_coeff
         if uses_kl_loss(self.config):
-            metrics["actor/kl_coef"] = self.config["kl_loss_coef"]
+            metrics["actor/kl_coef"] = self.config.kl_loss_coef
         if "actor/entropy" in metrics:
             self.entropy_controller.update(metrics["actor/entropy"])
         if first_log_probs is not None:  # the comparison is over trajectories, even if turns are rows
@@ -387,7 +391,7 @@ class DataParallelPPOActor:
             has_tokens = batch["response_mask"].bool().any(dim=1, keepdim=True)
             batch[EXTRA_LOSS_KEY] = batch["observation_mask"].bool() & has_tokens
         num_steps = self.loop.num_steps(data)
-        needs_old = "old_log_prob" in policy_loss_inputs(self.config["policy_loss"]["loss_mode"])
+        needs_old = "old_log_prob" in policy_loss_inputs(self.config.policy_loss.loss_mode)
         if needs_old and "old_log_probs" not in batch and num_steps > 1:
             raise ValueError(
                 f"update_policy takes {num_steps} optimizer steps on {len(data)} rows, but the batch has no "

@@ -9,11 +9,19 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from verl.algos.aggregation import agg_loss, compute_value_loss
+from verl.config.schema import Critic
 from verl.packing.packs import PackedMicroBatch
 from verl.protocol import DataProto
 from verl.utils.device import to_device
 from verl.workers.engine.training_engine import Engine, MicroBatchLoss, Outputs
-from verl.workers.engine.update_loop import MicroBatchLimits, MiniBatch, UpdateLoop, infer_rows, tensors_of
+from verl.workers.engine.update_loop import (
+    MicroBatchLimits,
+    MiniBatch,
+    UpdateLoop,
+    UpdateSchedule,
+    infer_rows,
+    tensors_of,
+)
 
 
 class DataParallelPPOCritic:
@@ -29,7 +37,7 @@ class DataParallelPPOCritic:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: Critic,
         engine: Engine,
         limits: MicroBatchLimits,
         rollout_n: int = 1,
@@ -38,7 +46,7 @@ class DataParallelPPOCritic:
         self.config = config
         self.engine = engine
         self.limits = limits
-        self.loop = UpdateLoop("critic", config, engine, limits, rollout_n, seed)
+        self.loop = UpdateLoop("critic", UpdateSchedule.of(config), engine, limits, rollout_n, seed)
 
     def compute_values(self, data: DataProto) -> Tensor:
         """Return values [N, R] float32 on CPU, of the states before responses[:, t].
@@ -76,7 +84,7 @@ class ValueObjective:
     """
 
     step_bound: ClassVar[None] = None  # the optimizer's steps have no limit
-    config: Mapping[str, Any]
+    config: Critic
     engine: Engine
     batch: Mapping[str, Tensor]
     mini_batch: MiniBatch
@@ -95,8 +103,8 @@ class ValueObjective:
             self._rows("returns", micro_batch),
             self._rows("values", micro_batch),
             micro_batch.mask,
-            self.config["cliprange_value"],
-            self.config["loss_agg_mode"],
+            self.config.cliprange_value,
+            self.config.loss_agg_mode,
             denominator,
         )
         metrics = {

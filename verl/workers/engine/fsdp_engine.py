@@ -41,6 +41,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.config.policy import Optim
+from verl.config.schema import AnyFsdp
 from verl.packing.packs import PackedMicroBatch, shard_micro_batch
 from verl.single_controller.base import DataPosition
 from verl.utils.device import return_free_memory
@@ -145,10 +147,10 @@ class TrainEngine(Engine):
         self,
         module: PolicyModel | ValueModel,
         precision: Precision,
-        fsdp_config: Mapping[str, Any],
+        fsdp_config: AnyFsdp,
         device: torch.device,
         world_size: int = 1,
-        optim: Mapping[str, Any] | None = None,
+        optim: Optim | None = None,
         grad_clip: float = 1.0,
         sequence_parallel_size: int = 1,
     ):
@@ -156,12 +158,12 @@ class TrainEngine(Engine):
         self.world_size = world_size
         self.precision = precision
         self.grad_clip = grad_clip
-        fsdp_size = fsdp_config["fsdp_size"]
+        fsdp_size = fsdp_config.fsdp_size
         self.layout = ProcessLayout.build(device, world_size, fsdp_size, sequence_parallel_size)
         self.data = self.layout.data
         if optim is None:
             module.requires_grad_(False)
-        self.reshards = bool(fsdp_config["reshard_after_forward"])
+        self.reshards = bool(fsdp_config.reshard_after_forward)
         stored_dtypes = {p.dtype for p in module.parameters()}  # LoRA adapters are float32 in any model
         self._casts = stored_dtypes != {precision.compute}
         if precision.compute == torch.bfloat16:
@@ -185,9 +187,9 @@ class TrainEngine(Engine):
         self.weights_version = 0
         self._writing_group: dist.ProcessGroup | None = None  # for the threads that write snapshots
         on_cuda = device.type == "cuda"
-        self.offloads_params = on_cuda and bool(fsdp_config["param_offload"])
+        self.offloads_params = on_cuda and bool(fsdp_config.param_offload)
         self._offloads_optimizer = (
-            on_cuda and self.optimizer is not None and bool(fsdp_config["optimizer_offload"])
+            on_cuda and self.optimizer is not None and bool(fsdp_config.optimizer_offload)
         )
         self._params_needed = self._optimizer_needed = 0  # number of open blocks of `loaded` that need them
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)

@@ -37,6 +37,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils import logging as transformers_logging
 
+from verl.config.schema import AnyFsdp
 from verl.packing.attention import PACKED_ATTENTION, Packing
 from verl.packing.linear_logprob import linear_log_prob
 from verl.packing.packs import PackedMicroBatch
@@ -73,19 +74,17 @@ class Precision:
     compute: torch.dtype
 
     @classmethod
-    def from_config(
-        cls, fsdp_config: Mapping[str, Any], device: torch.device, trained: bool = True
-    ) -> Precision:
+    def from_config(cls, fsdp_config: AnyFsdp, device: torch.device, trained: bool = True) -> Precision:
         """Read the dtypes from an `fsdp_config` block.
 
         If `param_dtype` is null, the computation is in bf16 on CUDA and in fp32 on CPU. `fastest` means the
         same before `decide_machine_settings` (verl/planning/placement.py) has measured. If `model_dtype` is
         null, weights are stored in fp32 if they are trained, and in the dtype of the computation otherwise.
         """
-        name = fsdp_config["mixed_precision"]["param_dtype"]
+        name = fsdp_config.mixed_precision.param_dtype
         if name in (None, FASTEST):
             name = "bf16" if device.type == "cuda" else "fp32"
-        stored = fsdp_config["model_dtype"] or ("fp32" if trained else name)
+        stored = fsdp_config.model_dtype or ("fp32" if trained else name)
         return cls(DTYPES[stored], DTYPES[name])
 
 

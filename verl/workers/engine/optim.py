@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw as adamw_update
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.config.policy import Optim
 from verl.workers.engine.lora import gather_full
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic polynomial in the post
@@ -71,15 +72,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         optim: the `optim` block of the configuration.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], matrices: Collection[int], optim: Mapping[str, Any]
-    ) -> None:
-        lr = optim["lr"]
-        betas = (optim["betas"][0], optim["betas"][1])
-        adamw_lr = lr if optim["adamw_lr"] is None else optim["adamw_lr"]
+    def __init__(self, parameters: Sequence[nn.Parameter], matrices: Collection[int], optim: Optim) -> None:
+        lr = optim.lr
+        betas = (optim.betas[0], optim.betas[1])
+        adamw_lr = lr if optim.adamw_lr is None else optim.adamw_lr
         settings: list[dict[str, Any]] = [
-            {"params": [], "lr": lr, "momentum": optim["momentum"], "weight_decay": optim["weight_decay"]},
-            {"params": [], "lr": adamw_lr, "betas": betas, "weight_decay": optim["weight_decay"]},
+            {"params": [], "lr": lr, "momentum": optim.momentum, "weight_decay": optim.weight_decay},
+            {"params": [], "lr": adamw_lr, "betas": betas, "weight_decay": optim.weight_decay},
         ]
         for parameter in parameters:
             settings[id(parameter) not in matrices]["params"].append(parameter)
@@ -136,7 +135,7 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], optim: Mapping[str, Any], matrices: Collection[nn.Parameter] = ()
+    parameters: Iterable[nn.Parameter], optim: Optim, matrices: Collection[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `optim.name` asks for.
 
@@ -149,7 +148,7 @@ def build_optimizer(
         matrices: the parameters that Muon is for (`hidden_matrices`).
     """
     trained = [p for p in parameters if p.requires_grad]
-    if optim["name"] == "muon":
+    if optim.name == "muon":
         return MuonWithAdamW(trained, {id(p) for p in matrices}, optim)
     optimizer = adamw(trained, optim)
     for p in trained:
@@ -157,11 +156,11 @@ def build_optimizer(
     return optimizer
 
 
-def adamw(parameters: Iterable[nn.Parameter], optim: Mapping[str, Any]) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], optim: Optim) -> torch.optim.AdamW:
     """Build the AdamW optimizer of an `optim` block, without any state yet."""
-    lr = optim["lr"]
-    betas = (optim["betas"][0], optim["betas"][1])
-    decay = optim["weight_decay"]
+    lr = optim.lr
+    betas = (optim.betas[0], optim.betas[1])
+    decay = optim.weight_decay
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay, fused=True)
 
 
@@ -191,7 +190,7 @@ def resume_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
     scheduler._last_lr = rates  # the rates that get_last_lr returns
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, optim: Mapping[str, Any]) -> LambdaLR:
+def build_scheduler(optimizer: torch.optim.Optimizer, optim: Optim) -> LambdaLR:
     """Build the learning-rate schedule of the block.
 
     The schedule follows `warmup_style`, `lr_warmup_steps` or `lr_warmup_steps_ratio`, `min_lr_ratio` and
@@ -200,11 +199,11 @@ def build_scheduler(optimizer: torch.optim.Optimizer, optim: Mapping[str, Any]) 
 
     Raises ValueError if the schedule needs the length of the run and `total_training_steps` is not positive.
     """
-    num_warmup = optim["lr_warmup_steps"]
-    num_total = optim["total_training_steps"]
-    style = optim["warmup_style"]
-    min_ratio = optim["min_lr_ratio"] or 0.0
-    ratio = optim["lr_warmup_steps_ratio"] if num_warmup < 0 else 0.0
+    num_warmup = optim.lr_warmup_steps
+    num_total = optim.total_training_steps
+    style = optim.warmup_style
+    min_ratio = optim.min_lr_ratio or 0.0
+    ratio = optim.lr_warmup_steps_ratio if num_warmup < 0 else 0.0
     if num_total <= 0 and (style != "constant" or ratio):
         raise ValueError(
             f"optim.total_training_steps: found {num_total}, expected the length of the run in steps, which "

@@ -28,6 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.algos.aggregation import LossDenominator, denominator_counts
+from verl.config import Block
+from verl.config.policy import Actor
+from verl.config.schema import Critic
 from verl.packing.packs import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_by_prefix, plan_padded
 from verl.packing.turn_rows import TRAJECTORY, rows_of
 from verl.protocol import DataProto
@@ -73,7 +76,7 @@ class MicroBatchLimits:
     @classmethod
     def from_config(
         cls,
-        block: Mapping[str, Any],
+        block: Block,
         prefix: str,
         device: torch.device,
         padded: bool,
@@ -230,12 +233,32 @@ class StepLimit(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class UpdateSchedule:
+    """The optimizer steps of a training step.
+
+    Attributes:
+        mini_batch_size: rows of the whole run that an optimizer step takes, before `rollout.n`.
+        num_epochs: passes over the rows.
+        shuffle: whether the mini-batches of each epoch have an order of their own.
+    """
+
+    mini_batch_size: int
+    num_epochs: int = 1
+    shuffle: bool = False
+
+    @classmethod
+    def of(cls, block: Actor | Critic) -> UpdateSchedule:
+        """Return the schedule of a block of the configuration."""
+        return cls(block.ppo_mini_batch_size, block.ppo_epochs, block.shuffle)
+
+
 class UpdateLoop:
     """The loop that makes the optimizer steps of a training step.
 
     Args:
         name: "actor", "critic" or "train" (supervised). The metrics' names begin with it.
-        config: the model's block of the configuration.
+        schedule: the optimizer steps.
         engine: this rank's share of the model.
         limits: the limits of the update's micro-batches.
         rollout_n: `rollout.n`, which multiplies `ppo_mini_batch_size`.
@@ -248,7 +271,7 @@ class UpdateLoop:
     def __init__(
         self,
         name: str,
-        config: Mapping[str, Any],
+        schedule: UpdateSchedule,
         engine: Engine,
         limits: MicroBatchLimits,
         rollout_n: int,
@@ -257,17 +280,17 @@ class UpdateLoop:
     ):
         self.engine = engine
         self.name = name
-        self.config = config
+        self.schedule = schedule
         self.limits = limits
         self.seed = seed
         self.loss_scale_factor = loss_scale_factor
-        self.mini_batch_rows = rows_per_rank(config["ppo_mini_batch_size"], rollout_n, engine.data.size)
+        self.mini_batch_rows = rows_per_rank(schedule.mini_batch_size, rollout_n, engine.data.size)
         self.num_skipped_in_a_row = 0
         self.skipped_update = ""  # the reason, in words, why an update was last skipped
 
     def num_steps(self, data: DataProto) -> int:
         """Return how many optimizer steps `run` makes on these rows."""
-        return self.config["ppo_epochs"] * self._num_mini_batches(data)
+        return self.schedule.num_epochs * self._num_mini_batches(data)
 
     def run(
         self, data: DataProto, batch: Mapping[str, Tensor], objective_of: Callable[[MiniBatch], Objective]
@@ -337,9 +360,9 @@ class UpdateLoop:
         trajectory_ranges = mini_batches(len(data), self._num_mini_batches(data))
         # the same factor for all ranks, although their turns may have other lengths than the turns here
         scale_factor = self.loss_scale_factor or data.tensors["response_mask"].shape[1]
-        for epoch in range(self.config["ppo_epochs"]):
+        for epoch in range(self.schedule.num_epochs):
             rows_of_mini_batches = [rows_of(trajectories, batch) for trajectories in trajectory_ranges]
-            if self.config["shuffle"]:
+            if self.schedule.shuffle:
                 order = shuffled(len(rows_of_mini_batches), self.seed, self.engine.num_training_steps, epoch)
                 rows_of_mini_batches = [rows_of_mini_batches[i] for i in order]
             for rows in rows_of_mini_batches:

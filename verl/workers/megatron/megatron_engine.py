@@ -28,6 +28,8 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from verl.config.policy import Optim
+from verl.config.schema import AnyFsdp
 from verl.packing.packs import PackedMicroBatch
 from verl.workers.engine.checkpoint import (
     check_fits,
@@ -74,9 +76,9 @@ class MegatronEngine(Engine):
         built: BuiltModel,
         model: Mapping[str, Any],
         precision: Precision,
-        fsdp_config: Mapping[str, Any],
+        fsdp_config: AnyFsdp,
         device: torch.device,
-        optim: Mapping[str, Any] | None = None,
+        optim: Optim | None = None,
         grad_clip: float = 1.0,
     ):
         self.built = built
@@ -144,10 +146,10 @@ class MegatronEngine(Engine):
 
     # ------------------------------------------------------------------------------------------- memory
 
-    def _set_offloads(self, fsdp_config: Mapping[str, Any]) -> None:
+    def _set_offloads(self, fsdp_config: AnyFsdp) -> None:
         on_cuda = self.device.type == "cuda"
         optimizer = self.optimizer
-        self.offloads_params = on_cuda and bool(fsdp_config["param_offload"])
+        self.offloads_params = on_cuda and bool(fsdp_config.param_offload)
         self._parameters: list[ParkedStorage] = []  # memory that every pass needs
         self._update_state: list[ParkedStorage] = []  # memory that only updates need
         if self.offloads_params:
@@ -156,7 +158,7 @@ class MegatronEngine(Engine):
                 if optimizer is None
                 else optimizer.parameter_storage()
             )
-        if on_cuda and optimizer is not None and fsdp_config["optimizer_offload"]:
+        if on_cuda and optimizer is not None and fsdp_config.optimizer_offload:
             self._update_state += [optimizer.state_storage(), optimizer.gradient_storage()]
         self._params_needed = self._optimizer_needed = 0  # number of open blocks of `loaded` that need them
         self._park()

@@ -9,7 +9,7 @@ every parameter decays, and main weights are fp32 whatever the model computes in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from verl.config.policy import Optim
 from verl.workers.engine.optim import adamw, adamw_state
 from verl.workers.megatron import cpu_support
 from verl.workers.megatron.model import BuiltModel
@@ -43,7 +44,7 @@ class ShardedAdamW:
         inner: torch's optimizer of this process's shards, for a schedule of the learning rate.
     """
 
-    def __init__(self, built: BuiltModel, optim: Mapping[str, Any], grad_clip: float, device: torch.device):
+    def __init__(self, built: BuiltModel, optim: Optim, grad_clip: float, device: torch.device):
         self.device = device
         self.grad_clip = grad_clip
         # the processes that hold the same parameters
