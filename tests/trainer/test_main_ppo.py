@@ -127,3 +127,22 @@ def test_a_server_that_is_not_there_ends_the_run_before_its_first_step(world, ur
     error = capsys.readouterr().err
     assert "error: " in error and expected in error and "Traceback" not in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_over_seeds_trains_one_model_for_each_in_a_folder_of_its_own(world, url, tmp_path):
+    line = arguments(
+        world,
+        url,
+        tmp_path,
+        trainer__total_training_steps=1,
+        trainer__val_before_train="false",
+        trainer__save_freq=-1,
+    )
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--multirun", *line, "trainer.seed=1,2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    folders = [tmp_path / f"trainer.seed={seed}" for seed in (1, 2)]
+    assert [json.loads((folder / "summary.json").read_text())["seed"] for folder in folders] == [1, 2]
+    assert [row["step"] for row in metrics(folders[1])] == [1]
+    assert not (tmp_path / "metrics.jsonl").exists()

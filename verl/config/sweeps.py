@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
@@ -28,11 +28,13 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.command_line import CommandLine
 from verl.config.composing import ReadingLoader, one_line
 from verl.config.keys import Key, keys_of, to_dict
 from verl.config.loading import PROGRAMS, check_names
 from verl.config.overrides import parse, split
+
+if TYPE_CHECKING:
+    from verl.config.command_line import CommandLine
 
 FOLDER = "trainer.default_local_dir"
 NAME = "trainer.experiment_name"
