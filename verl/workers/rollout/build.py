@@ -306,6 +306,7 @@ def _remote_engine(rollout: Rollout, model_config: PretrainedConfig, request: En
     from verl.workers.rollout.remote.weights import WeightSender
 
     urls = as_list(rollout.remote.urls)
+    weight_dir = None if rollout.weight_dir is None else Path(rollout.weight_dir).absolute()
     rank = request.rank
     world_size = request.world_size
     if rollout.placement == "apart":
@@ -318,7 +319,7 @@ def _remote_engine(rollout: Rollout, model_config: PretrainedConfig, request: En
         max_model_len=request.max_model_len,
         vocab_size=model_config.get_text_config().vocab_size,
         sender=WeightSender(backend, request.device, request.dtype),
-        weight_dir=None if rollout.weight_dir is None else Path(rollout.weight_dir).absolute(),
+        weight_dir=weight_dir,
         rank=rank,
         world_size=world_size,
         max_requests=max(rollout.max_num_seqs, request.num_sessions),

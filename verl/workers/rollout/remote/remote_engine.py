@@ -376,9 +376,11 @@ class RemoteEngine(RolloutEngine[RemoteSession]):
                 if not all(0 <= token_id < self.vocab_size for token_id in chunk.token_ids):
                     raise RequestRefused(f"it sent {chunk.token_ids}; the model has {self.vocab_size} tokens")
                 with self._lock:
-                    for *token, token_version in self._tokens(session, chunk, version):
+                    for token_id, log_prob, model_log_prob, token_version in self._tokens(
+                        session, chunk, version
+                    ):
                         self._generated_tokens += 1
-                        ended = session.accept(*token, token_version)
+                        ended = session.accept(token_id, log_prob, model_log_prob, token_version)
                         if ended is not None:
                             self._ended.put(session.end_turn(*ended, token_version))
                             return None
