@@ -392,7 +392,7 @@ def _hydra_override(argument: Argument) -> str:
         raise ValueError(
             f"Found the unknown key {argument.name!r} in {argument.written!r}. Nothing is written through "
             "Hydra; the run's folder is trainer.default_local_dir. Of Hydra's keys there are "
-            f"{', '.join(HYDRA_KEYS)}. --help lists all keys."
+            f"{', '.join(key.rstrip('.') for key in HYDRA_KEYS)}. --help lists all keys."
         )
     return argument.written
 
