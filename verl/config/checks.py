@@ -193,7 +193,6 @@ def _check_async(config: Config) -> None:
     algorithm = config.algorithm
     block = "trainer.async_training"
     processes = f"{ROLLOUT}.num_processes"
-    key = f"{ROLLOUT}.name"
     placement = f"{ROLLOUT}.placement"
     is_apart = rollout.placement == "apart"
     if rollout.num_processes != 1 and not is_apart:

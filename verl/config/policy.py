@@ -234,7 +234,7 @@ class Vllm(Block):
     engine_args: dict[str, Any] = key({}, "more of vLLM's arguments, as {kv_cache_dtype: fp8}")
 
 
-@dataclass(slots=True)
+@config_block
 class RemoteServers(Block):
     """The keys that only name=remote reads."""
 
