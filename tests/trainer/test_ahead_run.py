@@ -7,6 +7,7 @@ import signal
 import pytest
 from small_runs import arguments, metrics
 
+from verl.config import replace_values
 from verl.planning import placement
 from verl.single_controller.base import Worker
 from verl.trainer.main_ppo import run
@@ -37,8 +38,7 @@ def in_one_process(monkeypatch):
     decide = placement.decide_machine_settings
 
     def decide_on_local(config):
-        decide(config)
-        config.trainer.backend = "local"
+        return replace_values(decide(config), {"trainer.backend": "local"})
 
     monkeypatch.setattr(placement, "decide_machine_settings", decide_on_local)
     monkeypatch.setattr(placement, "needs_ray", lambda config: False)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.llm_agent.generation import build_agent
-from verl.config import load_config
+from verl.config import load_config, replace_values
 from verl.protocol import DataProto, object_array
 from verl.sessions.engine_contract import SamplingParams
 from verl.trainer.ppo.collection import continuations
@@ -164,7 +164,7 @@ def test_new_weights_in_the_midst_of_turns_change_the_tokens_behind_them_alone(
     records = batch.non_tensor_batch["trajectory"]
     assert any((record["version_first"], record["version_last"]) == (0, 1) for record in records)
 
-    config.actor_rollout_ref.rollout.placement = "colocated"
+    config = replace_values(config, {"actor_rollout_ref.rollout.placement": "colocated"})
     request = EngineRequest(torch.device("cpu"), torch.float32, 512, 8)
     colocated = build_rollout_engine(
         config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, request

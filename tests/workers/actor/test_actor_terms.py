@@ -5,6 +5,7 @@ import torch
 from algorithm_cases import SPLITS, ActorFactory, full_batch
 from tiny_training import assert_same_gradients, make_actor, make_batch, make_config, reference_log_probs
 
+from verl.config import replace_values
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.workers.actor import dp_actor
 from verl.workers.actor.dp_actor import token_statistics
@@ -78,10 +79,9 @@ def test_rows_without_an_advantage_stay_in_the_backward_pass_where_another_term_
 
 
 def test_the_adaptive_weight_of_the_entropy_bonus_follows_the_entropy_and_goes_on_after_a_restart(model_path):
-    config = make_config(model_path, "actor_rollout_ref.actor.entropy_ctrl.target_entropy=30")
-    control = config.actor_rollout_ref.actor.entropy_ctrl
-    control.delta = 0.004
-    control.max_coeff = 0.02
+    control = "actor_rollout_ref.actor.entropy_ctrl"
+    config = make_config(model_path, f"{control}.target_entropy=30")
+    config = replace_values(config, {f"{control}.delta": 0.004, f"{control}.max_coeff": 0.02})
     actor = make_actor(config)
     weights = [actor.update_policy(make_batch())["actor/entropy_coeff"] for _ in range(2)]
     restarted = make_actor(config)
