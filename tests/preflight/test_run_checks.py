@@ -25,6 +25,10 @@ CLUSTER = Cluster("10.0.0.1:6379", nodes=NODES)
 NO_GPUS = Cluster("a:1", nodes=(replace(NODES[0], num_gpus=0),))
 LOST = Cluster("a:1", nodes=(replace(NODES[0], num_gpus=16), replace(NODES[1], is_alive=False)))
 ON_GPUS = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8", "trainer.device=cuda")
+ROLLOUT = "actor_rollout_ref.rollout"
+APART = ("trainer.n_gpus_per_node=8", f"{ROLLOUT}.placement=apart", f"{ROLLOUT}.num_processes=2")
+SPLIT = (*APART, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2")
+ELSEWHERE = (*APART, f"{ROLLOUT}.name=remote", f"{ROLLOUT}.remote.urls=['http://a:1','http://b:1']")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +210,8 @@ def test_on_cpu_what_models_keep_for_good_is_compared_with_the_machine(monkeypat
          "the run asks for 8 GPUs, the Ray that it would start on this machine has 0"),
         ("ray-resources", ["trainer.n_gpus_per_node=8"], NO_GPUS,
          "the run asks for 8 GPUs, the cluster has 0"),
+        ("ray-resources", SPLIT, NO_GPUS, "the run asks for 12 GPUs, the cluster has 0"),
+        ("ray-resources", ELSEWHERE, NO_GPUS, "the run asks for 8 GPUs, the cluster has 0"),
         ("ray-resources", [*TWO_NODES, "trainer.n_gpus_per_node=300"], CLUSTER,
          "600 processes reserve 0.25 of Ray's CPUs each, the cluster has 128"),
         ("ray-resources", ON_GPUS, LOST,

@@ -19,7 +19,7 @@ import torch
 
 from verl.config import Config
 from verl.planning.hardware import read_text
-from verl.planning.placement import num_processes
+from verl.planning.placement import num_processes, num_sampling
 from verl.preflight.machine_checks import MACHINE_CHECKS
 from verl.preflight.target import Cluster, Finding, RayNode, Target, error, ray_folder, warning
 
@@ -177,7 +177,7 @@ def find_missing_resources(target: Target) -> Iterator[Finding]:
         return
     trainer = config.trainer
     num_gpus_asked = target.num_gpus_asked
-    processes = num_processes(config)
+    processes = num_processes(config) + num_sampling(config)
     if ray is not None and ray.address is not None:
         per_node = trainer.n_gpus_per_node if num_gpus_asked else 0
         able = [node for node in ray.alive if node.num_gpus >= per_node]

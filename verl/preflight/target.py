@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from verl.config import Config, SFTConfig, get_value
 from verl.data.row_environments import searches
 from verl.planning.passes import Passes
-from verl.planning.placement import needs_ray, num_processes, num_sampling
+from verl.planning.placement import gpus_of_sampling, needs_ray, num_processes
 
 TRIAL_BYTES = 64 * 1024  # enough to run into a quota that is used up, and too little to cause trouble itself
 
@@ -170,17 +170,23 @@ class Target:
             return self.cluster is not None and bool(self.cluster.nodes)
         return needs_ray(self.config)
 
-    @property
+    @cached_property
     def num_gpus_asked(self) -> int:
         """Return the number of GPUs that the run can't do without.
 
-        With one process, `trainer.device=auto` needs none, because it takes what the machine has.
+        With one process, `trainer.device=auto` needs none, because it takes what the machine has. Those of
+        rollouts apart are left out if the model can't be read here, by whose size they are counted.
         """
         assert self.config is not None
         device = self.config.trainer.device
         processes = num_processes(self.config)
-        optional = device == "cpu" or (device == "auto" and processes == 1)
-        return 0 if optional else processes + num_sampling(self.config)
+        if device == "cpu" or (device == "auto" and processes == 1):
+            return 0
+        try:
+            is_readable = bool(self.models) and self.has_models
+            return processes + (gpus_of_sampling(self.config) if is_readable else 0)
+        except ValueError:  # Other checks say what is wrong with the settings or the model.
+            return processes
 
     @property
     def models(self) -> dict[str, str]:
