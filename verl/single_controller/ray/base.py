@@ -254,6 +254,9 @@ def _thread_settings(pool: RayResourcePool) -> dict[str, str]:
     With more busy threads than cores, processes are 3 to 5 times slower.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
-    if not pool.use_gpu and max(pool.process_on_nodes) > 1:
+    may_share_a_node = max(pool.process_on_nodes) > 1 or (
+        pool.strategy != "STRICT_SPREAD" and pool.world_size > 1
+    )
+    if not pool.use_gpu and may_share_a_node:
         return {"OMP_NUM_THREADS": threads or "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     return {"OMP_NUM_THREADS": threads} if threads else {}
