@@ -415,7 +415,7 @@ class DataProtoFuture:
     """The result of a call that may still run (`register(blocking=False)`); `get()` waits for it.
 
     A future that is passed to another group's method is resolved in the process that needs it, not on the
-    driver (with processes over a folder: on the driver).
+    driver.
 
     Attributes:
         futures: one handle per rank.

@@ -85,7 +85,7 @@ def test_rule_5_one_local_process_and_two_of_ray_take_the_same_step(world, url, 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_rule_10_killed_at_any_moment_a_run_ends_with_the_same_numbers():
-    """With rollouts ahead: test_processes_run.py."""
+    """With rollouts ahead, and kills of single actors: test_orchestrator.py."""
     command = [sys.executable, "scripts/check_resume.py", "--steps", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -309,7 +309,7 @@ class Trainer(RunSettings):
         "more sets to measure: [{files, name, every, n, rollouts, temperature, solved_at, retriever}, ...]",
     )
     critic_warmup: Whole = key(0, "steps in which only the critic is trained")
-    max_restarts: Whole = key(0, "ray, folder: how often the run goes on from a checkpoint after a death")
+    max_restarts: Whole = key(0, "on Ray: how often the run goes on from a checkpoint after a death")
     on_collapse: str = key(
         "warn",
         "when the policy collapses: warn, stop, or rewind to a checkpoint from before, at half the rate",

@@ -283,8 +283,8 @@ class ActorRolloutRefWorker(TrainingWorker):
                 means the bytes that are in use now.
 
         Raises:
-            ValueError: the worker has no agent_factory, or one of the reasons of `build_engine` applies.
-            EngineUnavailable: see `build_engine`.
+            ValueError: the worker has no agent_factory, or a reason of `build_rollout_engine` applies.
+            EngineUnavailable: see `build_rollout_engine`.
         """
         if self.agent is not None:
             return
