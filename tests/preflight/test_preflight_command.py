@@ -78,6 +78,13 @@ def test_warnings_alone_end_with_0(overrides, capsys):
     assert first.startswith("warning: [no-effect] trainer.max_restarts=2 has no effect: the run is one")
 
 
+def test_a_primary_file_of_ones_own_is_read_as_the_trainer_reads_it(overrides, capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {max_restarts: 2}\n")
+    line = ["--quick", f"--config-dir={tmp_path}", "--config-name", "mine", *overrides]
+    assert main(line) == 0
+    assert "trainer.max_restarts=2 has no effect" in capsys.readouterr().out
+
+
 def test_passwords_in_addresses_are_not_said(overrides, capsys):
     line = [*overrides, "retriever.url='http://me:hunter2@127.0.0.1:9/a,http://you:hunter2@[::1]:9/b'"]
     line += ["retriever.timeout=0.3", "--quick"]

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import PROGRAMS, Loaded, load
+from verl.config.overrides import Folders
 from verl.plugins import hook
 from verl.preflight.preflight import CHECKS, choose, run_preflight
 from verl.preflight.target import Target
@@ -29,8 +30,10 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    program_help = "the program's schema, e.g. sft_trainer (default: %(default)s)"
-    add("--config-name", default="ppo_trainer", choices=PROGRAMS, help=program_help)
+    name_help = f"primary file: {', '.join(PROGRAMS)}, or one of your own (default: %(default)s)"
+    add("--config-name", "-cn", default="ppo_trainer", metavar="NAME", help=name_help)
+    add("--config-dir", "-cd", metavar="DIR", help="a folder with files of your own, as for the trainer")
+    add("--config-path", "-cp", metavar="DIR", help="the folder of the primary files, as for the trainer")
     add("--json", action="store_true", help="print one JSON object")
     add("--quick", action="store_true", help="only what the trainer looks at when it starts")
     add("--only", type=_names, default=[], metavar="NAME,..", help="these checks alone")
@@ -48,14 +51,17 @@ def _names(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit status."""
     arguments = build_parser().parse_intermixed_args(argv)
-    program = arguments.config_name
+    name = arguments.config_name.removesuffix(".yaml")
+    program = name if name in PROGRAMS else "ppo_trainer"
+    folders = Folders(arguments.config_path, arguments.config_dir)
     try:
         if arguments.list:
-            for name in choose(arguments.only, arguments.skip):
-                print(f"{name:15} {(CHECKS[name].__doc__ or '').splitlines()[0]}")
+            for check in choose(arguments.only, arguments.skip):
+                print(f"{check:15} {(CHECKS[check].__doc__ or '').splitlines()[0]}")
             return 0
-        has_run = arguments.overrides or program != "ppo_trainer"
-        loaded = load(arguments.overrides, program) if has_run else Loaded(None, {}, [])
+        loaded = Loaded(None, {}, [])
+        if arguments.overrides or name != "ppo_trainer" or folders != Folders():
+            loaded = load(arguments.overrides, name, program_name=program, folders=folders)
         target = Target(
             loaded.config,
             hook("retrieval_probe")(),
