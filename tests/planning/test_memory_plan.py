@@ -117,6 +117,8 @@ def test_grpo_of_72b_on_4_nodes_names_the_device_the_lack_and_what_to_change(mod
     for placement in (apart, ()):
         fitting, after = plan_of(models["72B"], "grpo", *nodes, *placement)
         assert fitting.fits and after[-1].startswith("fits")
+    _, by_default = plan_of(models["72B"], "grpo", *nodes, apart[0])  # the machine is taken to have vLLM
+    assert by_default[-1].startswith("fits") or torch.cuda.is_available()
     tight, words = plan_of(models["72B"], "grpo", *nodes, *apart, f"{split}=1")
     assert not tight.fits and "leaves no KV cache within" in tight.problems[0]
     assert words[-2] == tight.problems[0]

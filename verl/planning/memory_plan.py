@@ -263,6 +263,24 @@ class Plan:
     def fits(self) -> bool:
         return self.tightest.num_bytes_left >= 0 and not self.problems
 
+    @property
+    def samples_with_vllm(self) -> bool:
+        """Return whether vLLM samples.
+
+        If the machine that a dry run is for has a GPU, it is taken to have vLLM.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        is_assumed = rollout.name == "auto" and self.on_cuda and not torch.cuda.is_available()
+        return is_assumed or build.engine_name(rollout, self.hardware.device) == "vllm"
+
+    @property
+    def devices_apart(self) -> int:
+        """Return the number of devices of each engine apart that is not on servers of others."""
+        block = self.config.actor_rollout_ref
+        if not self.samples_with_vllm:
+            return 1
+        return build.model_parallel_size(block.rollout, block.model, build.GPUS_OF_A_NODE)
+
     def _add_process(self, load: DeviceLoad) -> None:
         """Add what a process takes before it holds any model."""
         if not self.on_cuda:
@@ -359,7 +377,7 @@ class Plan:
         if rollout.name == "remote":  # Servers of others have their own devices.
             return
         if samples_apart(config):  # A GPU of an engine holds its slice of the weights, and a cache.
-            shard = weights // build.devices_per_engine(rollout, block.model, self.hardware.device)
+            shard = weights // self.devices_apart
             share = build.gpu_share(rollout, 1, None)
             if on_cuda and shard + reserve >= int(share * load.capacity):
                 self.problems.append(
@@ -368,10 +386,7 @@ class Plan:
                     f"{share:g} of it"
                 )
             return
-        # If the machine that a dry run is for has a GPU, it is taken to have vLLM.
-        is_vllm = build.engine_name(rollout, self.hardware.device) == "vllm" or (
-            rollout.name == "auto" and on_cuda and not torch.cuda.is_available()
-        )
+        is_vllm = self.samples_with_vllm
         per_node = config.trainer.n_gpus_per_node
         sharing = build.model_parallel_size(rollout, block.model, per_node) if is_vllm else 1
         most_rows = max(rows_of_step(config), config.data.val_batch_size)
@@ -443,7 +458,7 @@ def report(plan: Plan) -> Iterator[str]:
     if rollout.name == "remote":
         yield f"rollouts on servers of others: {', '.join(as_list(rollout.remote.urls))}"
     elif samples_apart(config):
-        size = build.devices_per_engine(rollout, config.actor_rollout_ref.model, hardware.device)
+        size = plan.devices_apart
         devices = f"{size} devices, over which it is split" if size > 1 else "1 device"
         yield f"rollout processes: {rollout.num_processes}, each with the policy and a KV cache on {devices}"
     for load in plan.loads:
