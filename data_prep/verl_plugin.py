@@ -1,4 +1,4 @@
-"""What this package gives to the programs of verl (see verl/plugins.py)."""
+"""The hooks that this package provides for the programs of verl (see verl/plugins.py)."""
 
 from verl.plugins import provide
 

@@ -5,9 +5,9 @@
 The run is PPO in the microworld, with an adaptive KL weight. With --ahead, rollouts go on in a process of
 their own while the policy is trained, up to K updates ahead, repeatably. One run is undisturbed. Another one
 is killed with SIGKILL three times and started again each time: twice at a random moment, once while it writes
-a checkpoint. With --kills, rollouts are ahead and the run is one of verl.rl: so many times one of its
-actors on Ray (orchestrator, trainer, sampler) is killed, at random moments, and the longest time between two
-checkpoints is printed.
+a checkpoint. With --kills N, rollouts are ahead and the run is one of verl.rl: N times, at random moments,
+one of its actors on Ray (orchestrator, trainer, sampler) is killed. The longest time between two checkpoints
+is printed.
 
 Then every number of the two `metrics.jsonl` is compared bit by bit, except times and speeds, and so are the
 weights in the end. Exit status 0 means that all were equal.
@@ -49,7 +49,7 @@ class Killer(threading.Thread):
     """A thread that kills actors of the run in a folder, one at a time.
 
     Half of the kills come soon after the one before, most of them while processes start; the others come
-    after another checkpoint. It ends when it has killed so many, or when the run ends.
+    after another checkpoint. It ends after the last kill, or when the run ends.
     """
 
     def __init__(self, folder: Path, kills: int, moments: random.Random) -> None:
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="training steps of each run (6)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills; default: random")
     parser.add_argument("--ahead", type=int, help="trainer.async_training.max_staleness; default: no overlap")
-    parser.add_argument("--kills", type=int, help="of single actors of verl.rl; --ahead is 1 by default")
+    parser.add_argument("--kills", type=int, help="kills of single actors of verl.rl; --ahead 1 if not set")
     options = parser.parse_args()
     if options.kills and options.ahead is None:
         options.ahead = 1

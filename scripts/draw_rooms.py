@@ -26,8 +26,8 @@ DESIGN = ROOT / "docs" / "design.md"
 BEGIN = "<!-- rooms: python scripts/draw_rooms.py --write -->\n"
 END = "<!-- end of rooms -->\n"
 
-# The rooms from the bottom to the top. A room may import the rooms of the layers below its own, but a room of
-# verl no other package (see verl/plugins.py).
+# The rooms from the bottom to the top. A room may import the rooms of the layers below its own. A room of
+# verl imports no other package (see verl/plugins.py).
 LAYERS = (
     ("verl.config", "verl.plugins", "verl.sessions", "verl.utils", "search_r1.search"),
     ("verl.code_server", "verl.packing", "verl.protocol_compat"),
@@ -49,7 +49,7 @@ PACKAGES = ("verl", "search_r1", "data_prep")
 HEIGHTS = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 Trees = Mapping[str, ast.Module]
 Arrows = Mapping[tuple[str, str], set[tuple[str, str]]]
-"""From (room, room that it imports) to the imports, (module, module that it imports)."""
+"""The imports, as (module, module that it imports), by (room, room that it imports)."""
 
 
 def python_files() -> list[Path]:
@@ -128,7 +128,7 @@ def wrong_arrows(trees: Trees) -> list[str]:
 
 
 def circles(trees: Trees) -> list[tuple[str, ...]]:
-    """Return groups of modules that import each other, directly or over others (Tarjan's components)."""
+    """Return groups of modules that import each other, directly or through others (Tarjan's components)."""
     edges = {module: imports_of(module, without_type_checking(tree), trees) for module, tree in trees.items()}
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}

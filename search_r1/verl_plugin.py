@@ -1,4 +1,4 @@
-"""What this package gives to the programs of verl (see verl/plugins.py)."""
+"""The hooks and the environment that this package provides for the programs of verl (see verl/plugins.py)."""
 
 import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from verl.plugins import provide

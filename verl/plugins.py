@@ -1,4 +1,4 @@
-"""What packages that stand on top of verl give to its programs.
+"""Plugins: packages on top of verl provide objects that its programs need.
 
     PACKAGE/verl_plugin.py --provide(name, "package.module:object")--> hooks
     a program              --hook(name)--> loads all plugins once, imports the object, returns it
@@ -31,7 +31,7 @@ _provided: dict[str, str] = {}
 
 
 def provide(name: str, entry_point: str) -> None:
-    """Give a hook its object.
+    """Register the object of a hook.
 
     Args:
         name: A name in `HOOKS`.

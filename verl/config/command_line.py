@@ -29,7 +29,7 @@ _WITH_VALUE = (("--config-name", "-cn"), ("--config-dir", "-cd"), ("--config-pat
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The arguments, with the options apart.
+    """The arguments of a program, separated into options and the rest.
 
     Attributes:
         names: the shipped primary files of the program, among PROGRAMS.
@@ -75,7 +75,7 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
-    """Return the arguments with the options apart. Raise ValueError if an option can't be read."""
+    """Separate the options from the other arguments. Raise ValueError if an option can't be read."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flags in _FLAGS:
         parser.add_argument(*flags, action="store_true")
@@ -122,7 +122,8 @@ def read_arguments(
     Args:
         argv: the arguments.
         names: the primary files that the program takes. The first one is used without `--config-name`.
-        module: the program, `python -m MODULE`, which `--multirun` starts for each job; None: it is refused.
+        module: the program, `python -m MODULE`, which `--multirun` starts for each job. None means that
+            `--multirun` is refused.
 
     Raises:
         ValueError: an argument can't be read; see `load`.

@@ -6,8 +6,8 @@
     < +recipe=NAME and @ FILE, in the order of the command line
     < key=value
 
-Each of them is a config in Hydra's defaults list, and Hydra merges them. What this module adds is that each
-one is shown to a reader as it is merged, so that old names are translated and the origins of values known.
+Each of them is a config in Hydra's defaults list, and Hydra merges them. This module passes each config to a
+reader before it is merged. The reader translates old names and notes the origins of values.
 
 Importing this module takes half a second on a slow machine, so `verl.config.loading` does it when it loads.
 """
@@ -45,7 +45,7 @@ Reader = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 
 
 class _ParsedFiles(FileConfigSource):
-    """Files with configs. A file that stays as it is, is parsed once in a process, which takes longest."""
+    """A source of configs in files. It parses a file once in a process, and again if the file changes."""
 
     parsed: ClassVar[dict[tuple[Path, int], tuple[ConfigResult, Any]]] = {}
 
@@ -134,7 +134,7 @@ def store_layer(number: int, content: Mapping[str, Any]) -> str:
 
 
 def compose(loader: ReadingLoader, config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Return what Hydra composes, without interpolations resolved.
+    """Return what Hydra composes, with interpolations unresolved.
 
     Raises ValueError, with one line, for what can't be composed.
     """
@@ -153,7 +153,7 @@ def compose(loader: ReadingLoader, config_name: str, overrides: Sequence[str]) -
 
 
 def missing(config: DictConfig, paths: Iterable[str]) -> list[str]:
-    """Return those of the dotted names that are not there."""
+    """Return the dotted names that the configuration lacks."""
     content = OmegaConf.to_container(config, resolve=False)
 
     def is_there(path: str) -> bool:
@@ -175,7 +175,7 @@ def put(config: DictConfig, path: str, value: Any) -> None:
 def resolve(config: DictConfig) -> dict[str, Any]:
     """Return the values as nested dictionaries, with interpolations resolved.
 
-    Raises ValueError, with one line, if one can't be.
+    Raises ValueError, with one line, if an interpolation can't be resolved.
     """
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -201,6 +201,6 @@ def _written_value(config: DictConfig, path: str) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's message, or that of its cause, in one line."""
+    """Return the message of an error, or of its cause if it has none, in one line."""
     text = str(error) or str(error.__cause__)
     return " ".join(text.split()).partition(" Config search path:")[0]

@@ -72,7 +72,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Program:
-    """What a program's configuration holds.
+    """The contents of a program's configuration.
 
     Attributes:
         schema: its keys.
@@ -262,7 +262,7 @@ class _Loading:
         return Loaded(config, origins, [note for note in notes.values() if note is not None])
 
     def _overrides(self, arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        """Return what Hydra is asked for, with all but the files that it reads itself in the ConfigStore."""
+        """Return the overrides for Hydra, and store the layers that Hydra does not read from files."""
         overrides = self._stored(list(self._environment_settings(environment)))
         changes: list[str] = []
         settings: list[Setting] = []
@@ -289,7 +289,7 @@ class _Loading:
         return [*overrides, *self._stored(settings), *changes]
 
     def _stored(self, settings: list[Setting]) -> list[str]:
-        """Put a layer into the ConfigStore; return the overrides that add it, none if it is empty."""
+        """Put a layer into the ConfigStore; return the overrides that add it, or none if it is empty."""
         if not settings:
             return []
         number = len(self._in_memory)

@@ -258,7 +258,7 @@ class RunSettings(Block):
         "auto",
         "local: in this process; auto: local for one process, ray for several or rollouts apart",
         "auto local ray",
-        gone={"folder": "That backend went; on Ray the same is: python -m verl.rl @ run.yaml"},
+        gone={"folder": "That backend was removed. On Ray, use python -m verl.rl @ run.yaml."},
     )
     device: str = key("auto", "auto: cuda if there is one, a GPU for each process", "auto cpu cuda")
     seed: Whole = key(0, "of everything random in the run")

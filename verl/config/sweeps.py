@@ -111,9 +111,13 @@ def combinations(command: CommandLine) -> list[list[str]]:
 
 
 def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return all else, files of keys too; the overrides with several values; those of Hydra's configuration.
+    """Separate the overrides with several values, and those of Hydra's configuration, from the others.
 
-    Raises ValueError if there are not several values.
+    Returns:
+        The other arguments (files of keys too), the overrides with several values, those of Hydra.
+
+    Raises:
+        ValueError: no override has several values.
     """
     plain: list[str] = []
     swept: list[str] = []
@@ -150,7 +154,7 @@ def _setting(override: str, keys: Mapping[str, Key]) -> str:
 
 
 def _settings_of_hydra(given: Sequence[str], folder: str) -> list[str]:
-    """Return the overrides of Hydra's configuration, with ours where the user has none."""
+    """Return the overrides of Hydra's configuration, with our defaults where the user sets none."""
     settings = {
         "hydra.sweep.dir": QuotedString(folder, Quote.single).with_quotes(),
         "hydra.sweep.subdir": "${hydra.job.override_dirname}",

@@ -1,10 +1,10 @@
-"""What follows from a configuration before anything starts.
+"""The plan of a run, derived from its configuration before anything starts.
 
-    config_validation.py    what can't work
+    config_validation.py    settings that can't work
     passes.py               the passes of a step
-    placement.py            who goes where
-    hardware.py             how much memory there is
-    model_memory.py, cpu_memory.py -> memory_plan.py    how full each device gets
+    placement.py            the processes of each role, and their devices
+    hardware.py             the memory that each device has
+    model_memory.py, cpu_memory.py -> memory_plan.py    the memory that each device needs
 
-The trainer acts by it, and the preflight and the dry run report it.
+The trainer acts on the plan, and the preflight and the dry run report it.
 """

@@ -129,6 +129,7 @@ def num_mini_batches(config: Config, num_rows: int, block: Actor | Critic) -> in
     """Return the number of mini-batches into which the actor or the critic (`block`) divides a batch.
 
     `num_rows` counts the rows of all processes.
+
     There are as many mini-batches as are needed if each has at most the configured size. A batch that holds
     more rows than planned (groups of the step before have joined it) has larger ones: a few rows too many
     must not get an optimizer step of their own.

@@ -1,8 +1,8 @@
 """The placement of a run: its roles, their pools, and where the processes live (here, or in Ray).
 
     decide_machine_settings(config)
-                       returns a configuration in which `auto` is what is there, and `fastest` what
-                       was measured when the run began
+                       returns a configuration in which `auto` is replaced by what the machine has, and
+                       `fastest` by what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
                        critic, and the rollout; with rollouts apart a pool of rollout.num_processes for
                        these, on any nodes, each with the devices of one engine
@@ -175,13 +175,13 @@ def num_processes(config: Config | SFTConfig) -> int:
 
 
 def decide_machine_settings(config: AnyConfig) -> AnyConfig:
-    """Return the configuration with the settings decided that are left to the machine.
+    """Return the configuration with the settings filled in that are left to the machine.
 
-    `trainer.backend` and `trainer.device` are filled in from what is there where they are `auto`. Where
-    `param_dtype` is `fastest`, a type is filled in: the same for every role and process, and also for a run
-    that goes on from a checkpoint, even elsewhere.
+    Where `trainer.backend` and `trainer.device` are `auto`, they follow what the machine or the cluster has.
+    Where `param_dtype` is `fastest`, a type is filled in. It is the same for every role and process, and for
+    a run that goes on from a checkpoint, also on another machine.
 
-    Raises ValueError if GPUs are asked for that are not there.
+    Raises ValueError if the run asks for more GPUs than there are.
     """
     if config.trainer.backend == "auto":
         backend = "ray" if needs_ray(config) else "local"

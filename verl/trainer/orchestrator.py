@@ -1,12 +1,12 @@
-"""A run whose driver is a Ray actor too: `python -m verl.rl @ run.yaml` starts it, watches it, and names it.
+"""A run whose driver is a Ray actor too: `python -m verl.rl @ run.yaml` starts it and watches it.
 
     this command --- starts ---> <experiment>/orchestrator --- starts ---> <experiment>/trainer-0, ..
          signals ------------->  main_ppo.run: the driver                  <experiment>/sampler-0, ..
          its lines, status <---                                            placed by resources
 
-A trainer or a sampler that dies is the orchestrator's matter (restarts.py). When the orchestrator itself
-dies, Ray ends its trainers and samplers, and this command starts the next one, which goes on from the last
-checkpoint. Nothing here imports torch, so that the command is small and quick.
+If a trainer or a sampler dies, the orchestrator starts all of them anew (restarts.py). If the orchestrator
+itself dies, Ray ends its trainers and samplers, and this command starts the next one, which goes on from the
+last checkpoint. Nothing here imports torch, so that the command is small and quick.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Orchestrator:
 
 
 class OutputOfRun:
-    """Shows the lines of all processes: those of the orchestrator as they are, others with name and process.
+    """A display of all processes' lines: the orchestrator's as they are, others with name and process.
 
     `ended` is set when the orchestrator has written `last_line` to both of its outputs.
     """
@@ -171,7 +171,7 @@ class OrchestratedRun:
 
     Args:
         argv: the arguments of the run, which have passed the first checks.
-        config: what they say.
+        config: the configuration that they give.
     """
 
     def __init__(self, argv: Sequence[str], config: Config) -> None:
@@ -212,7 +212,7 @@ class OrchestratedRun:
         self.asked.append(number)
 
     def _lead(self) -> int | None:
-        """Start an orchestrator and watch it to its end.
+        """Start an orchestrator and watch it until it ends.
 
         Returns:
             The exit status of the run, or None if the orchestrator died and another one may be started.
@@ -291,7 +291,7 @@ class OrchestratedRun:
         return actor_cls.remote()
 
     def _seconds_for_room(self) -> float:
-        """Return how long an orchestrator waits for a node with room."""
+        """Return how many seconds an orchestrator waits for a node with room."""
         return self.trainer.restart_timeout if self.num_restarts else SECONDS_FOR_ROOM
 
     def _result(self, reference: Any, seconds: float = float("inf")) -> Any:
@@ -299,7 +299,7 @@ class OrchestratedRun:
 
         Raises:
             EndedBySignal: if a signal ends the command.
-            ValueError: if the method is not over within so many seconds.
+            ValueError: if the method is not over within `seconds`.
         """
         due = time.monotonic() + seconds
         while True:

@@ -66,8 +66,8 @@ def run_program(
     """Run a program whose settings have passed the first checks.
 
     Args:
-        start: starts everything up to what trains, and says on the stack how it is ended. It returns what
-            trains, or an exit status. It raises ValueError for a user's mistake.
+        start: starts everything that training needs, and puts the callbacks that end it on the stack. It
+            returns the object that trains, or an exit status. It raises ValueError for a user's mistake.
         stop_request: hears the signals that ask the run to stop; None for a new one.
 
     Returns:
@@ -180,7 +180,7 @@ class RestartingRun:
     def _take_over(self, command: Command) -> None:
         """Begin as a restart of the run that a lost orchestrator of the same command has led.
 
-        Raises RunStopped if the command's restarts are used up, or if they get the run nowhere.
+        Raises RunStopped if the command's restarts are used up, or if the run makes no progress.
         """
         run_dir = Path(self.config.trainer.default_local_dir)
         newest = command.newest_step(run_dir)

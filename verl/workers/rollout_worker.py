@@ -7,8 +7,8 @@ Calls come in on one thread and leave orders. The loop runs in another thread an
 engine steps. Orders pass through the thread that reads weights, so an order that follows new weights waits
 for them. Trajectories that are already running continue until the weights are there.
 
-The engine knows nothing of that. Between two of its steps it gets weights, and it goes on with the turns
-under way.
+The engine takes no part in this: it gets weights between two of its steps and goes on with the turns under
+way.
 """
 
 from __future__ import annotations

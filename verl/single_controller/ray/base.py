@@ -50,7 +50,7 @@ _SECONDS_TO_WAIT_SILENTLY = 5.0  # how long to wait for room in the cluster befo
 class RayResourcePool(ResourcePool):
     """A pool of `process_on_nodes[i]` processes on the i-th of as many different nodes.
 
-    With `strategy="PACK"` the nodes need not be different: all is put where there is room, close together.
+    With `strategy="PACK"` the nodes need not be different: processes go where there is room, close together.
     Each process reserves `num_cpus_per_process` of Ray's CPU count (a share, so that a machine of two cores
     can host several) and, with `use_gpu`, `gpus_per_process` GPUs of its own. `name_prefix` and
     `max_colocate_count` are verl's and have no effect.

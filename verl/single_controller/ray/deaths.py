@@ -1,8 +1,8 @@
 """Deaths of processes in words: who died, on which node, and of what.
 
-Ray knows that a process is gone, and the reason only if it ended the process itself: its memory monitor, a
-lost node. Of a process that a signal killed it sees the connection break. The kernel's count of processes
-that it killed for want of memory, on that process's node, tells the rest.
+Ray knows that a process is gone. It knows the reason only if its memory monitor killed the process or the
+node is lost. If a signal killed the process, Ray only sees the connection break. Whether the kernel killed it
+for want of memory follows from the kernel's count of such kills on that node.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Rollout: sampling trajectories from the policy.
 
-`native/` is our own engine, `vllm/` runs vLLM, and `remote/` asks servers that run already. All keep
-`verl/sessions/engine_contract.py`.
+`native/` is our own engine, `vllm/` runs vLLM, and `remote/` asks servers that run already. All of them
+implement `verl/sessions/engine_contract.py`.
 """

@@ -111,7 +111,7 @@ def model_parallel_size(rollout: Rollout, model: Policy, num_available: int) -> 
 
 
 def devices_per_engine(rollout: Rollout, model: Policy, device: torch.device | str) -> int:
-    """Return the number of devices that each engine apart takes, or 0 if servers of others have them.
+    """Return the number of devices that each engine apart takes, or 0 if it is a client of servers.
 
     Args:
         rollout: The rollout block of the configuration.

@@ -7,8 +7,8 @@
 
 Prompts go out and tokens come back as ids. What fails is one of two things: `ServerFailed`, the connection
 or the server itself (it may help to ask again, or elsewhere), and `RequestRefused`, which would be refused
-everywhere. A server that fails is buried: it is never used again, since nobody knows what weights it would
-come back with. Everything here runs on the engine's event loop.
+everywhere. A server that fails is never used again, since nobody knows what weights it would come back
+with. Everything here runs on the engine's event loop.
 """
 
 from __future__ import annotations
@@ -463,9 +463,9 @@ class ServerPool:
     # ---- all of them ----
 
     async def for_each(self, action: Callable[[ServerClient], Awaitable[None]]) -> None:
-        """Do something with every living server, side by side.
+        """Run a call on every living server, side by side.
 
-        One that fails is buried. Raises EngineUnavailable if none is left.
+        A server that fails is not used again. Raises EngineUnavailable if none is left.
         """
 
         async def attempt(client: ServerClient) -> None:

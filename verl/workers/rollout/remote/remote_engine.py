@@ -244,9 +244,9 @@ class RemoteEngine(RolloutEngine[RemoteSession]):
         self._by_the_first(partial(self._pool.finish_update, version))
 
     def _by_the_first(self, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do something with all servers in one process, while the others wait.
+        """Run a call on all servers in one process, while the others wait.
 
-        What it raises, all raise. Raises EngineUnavailable if no server is left.
+        Every process raises the errors of that one. Raises EngineUnavailable if no server is left.
         """
         self._agree()
         problem: Exception | None = None

@@ -1,6 +1,6 @@
 """vLLM as a rollout engine, in this process (`colocated_engine.py`) or behind servers that run already.
 
-This file has what both ask of vLLM's requests.
+This file holds what both put into vLLM's requests.
 """
 
 from verl.sessions.engine_contract import RolloutSession, SamplingParams
