@@ -135,6 +135,9 @@ _RL_FIXED = """
 data.tokenizer=null: The tokenizer is the one in the model's folder; put yours there.
 data.return_raw_input_ids=false: The raw prompt ids are always in the batch, as raw_prompt_ids.
 actor_rollout_ref.hybrid_engine=true: For rollouts apart set actor_rollout_ref.rollout.placement=apart.
+ROLLOUT.vllm.python=null: With placement=apart vLLM runs in processes of the run, with its interpreter.
+ROLLOUT.vllm.num_servers=1: With placement=apart rollout.num_processes processes sample; no servers.
+ROLLOUT.vllm.server_urls=null: For servers that run already set rollout.name=remote and rollout.remote.urls.
 ACTOR.state_masking=true: Only tokens that the policy sampled are trained; this cannot be off.
 FSDP.mixed_precision.buffer_dtype=fp32: Buffers such as rotary tables keep their own type.
 FSDP.mixed_precision.reduce_dtype=fp32: Gradients are summed over processes in fp32.
@@ -287,12 +290,6 @@ RL = CompatibilityTable(
         f"{ACTOR}.entropy_ctrl.type": "The weight is adaptive when entropy_ctrl.target_entropy is set.",
         f"{ROLLOUT}.vllm.sleep_level": "It is 1, and 2 where the trainer's weights are offloaded.",
         f"{ROLLOUT}.vllm.weight_transfer": f"Rollouts apart have {ROLLOUT}.weight_transfer.",
-        f"{ROLLOUT}.vllm.server_urls": f"Servers that run already are {ROLLOUT}.name=remote and "
-        f"{ROLLOUT}.remote.urls.",
-        f"{ROLLOUT}.vllm.num_servers": "A run starts no servers: vLLM apart runs in "
-        f"{ROLLOUT}.num_processes processes.",
-        f"{ROLLOUT}.vllm.python": "A run starts no servers: vLLM apart runs in processes of the "
-        "run, with its interpreter.",
         "generator.merge_stepwise_output": "What turns have in common is computed once, always.",
         "algorithm.filter_groups.refill": "No refill is algorithm.filter_groups.max_num_gen_batches=1.",
         "trainer.rollout_pool.nnodes": f"For rollouts apart set {ROLLOUT}.placement=apart.",
