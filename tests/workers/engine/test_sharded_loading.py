@@ -12,6 +12,7 @@ from tiny_training import CPU, make_config
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from verl.config import replace_values
 from verl.workers.engine.fsdp_engine import TrainEngine
 from verl.workers.engine.loading import Precision, load_policy, load_value_model
 
@@ -62,7 +63,8 @@ def engine_of(model_path, is_policy, reads, fsdp_size, *settings):
     precision = Precision.from_config(block.actor.fsdp_config, CPU)
     load = load_policy if is_policy else load_value_model
     module = load(block.model, precision.model, reads_weights=reads)
-    return TrainEngine(module, precision, {**block.actor.fsdp_config, "fsdp_size": fsdp_size}, CPU, 2)
+    fsdp_config = replace_values(block.actor.fsdp_config, {"fsdp_size": fsdp_size})
+    return TrainEngine(module, precision, fsdp_config, CPU, 2)
 
 
 def load_in_two_ways(rank, world_size, model_path, out):
