@@ -41,4 +41,4 @@ def test_every_check_runs_on_cpu_and_is_not_run_again(tmp_path):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_checks_of_vllm_run_on_cpu(tmp_path):
     said = accept(tmp_path, "--only", "vllm").splitlines()
-    assert [line.split()[0] for line in said[:-1]] == [*["measured"] * 5, "pass", "measured", "pass"]
+    assert [line.split()[0] for line in said[:-1]] == [*["measured"] * 5, "pass"]

@@ -100,4 +100,4 @@ def test_a_sampler_killed_in_a_generation_and_in_an_update_is_named_and_the_run_
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     printed = "".join(capsys.readouterr())
     for pid in pids:
-        assert f", pid {pid}): " in printed, printed
+        assert f", pid {pid}) was killed by SIGKILL" in printed, printed

@@ -1,4 +1,7 @@
-"""Training with vLLM as the rollout engine, in the trainer's process and in a server of its own."""
+"""Training with vLLM as the rollout engine, in the trainer's process and in one of its own.
+
+That the same seeds give the same tokens in both is seen in tests/workers/test_rollout_worker.py.
+"""
 
 import importlib.util
 
@@ -37,13 +40,9 @@ def train(world, url, run_dir, placement, num_steps):
     return metrics(run_dir)
 
 
-def test_two_steps_colocated_and_one_apart_agree_with_the_trainer_and_each_other(world, url, tmp_path):
+def test_what_was_sampled_in_two_steps_colocated_and_one_apart_agrees_with_the_trainer(world, url, tmp_path):
     first, second = train(world, url, tmp_path / "colocated", "colocated", 2)
     (apart,) = train(world, url, tmp_path / "apart", "apart", 1)
     for row in (first, second, apart):
         assert row["rollout_corr/log_prob_diff_max"] < 1e-3  # in the second step: of the updated weights
         assert row["actor/grad_norm"] > 0 and row["actor/num_skipped_updates"] == 0
-    for name in ("perf/generated_tokens", "critic/score/mean", "response_length/mean"):
-        assert (
-            apart[name] == first[name]
-        )  # a token depends on its seed and context, not on where it is sampled
