@@ -103,3 +103,16 @@ def test_two_processes_that_share_a_model_sample_what_one_with_the_whole_model_d
     # of workers: the place in the mesh, whether the agent's error came out, rows, tokens
     assert follower[2] == [[0, False], False, [0, 0]]
     assert two[2] == one[2] and two[2][:3] == [[0, True], True, [5, 3]]
+
+
+def test_processes_that_vllm_starts_sample_as_one_that_has_the_whole_model(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "split_process.py"), str(tmp_path)],
+        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}:{here.parents[3]}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "the same"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm_models import (
-    KV_BYTES,
     VOCAB,
     generate,
     log_probs_of,
@@ -19,12 +17,10 @@ from vllm_models import (
     random_prompts,
     reference_logits,
     run,
-    write_config,
 )
 
 from verl.sessions.engine_contract import Completion, RolloutEngine, SamplingParams
 from verl.sessions.stop import StopCondition
-from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 Get = Callable[..., Any]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -180,34 +176,6 @@ def test_a_session_that_goes_on_from_another_ones_tokens_draws_the_numbers_behin
     in_a_new_context = generate(engine, prompts, anew)
     for one, other in zip(in_a_new_context, expected, strict=True):
         assert one.token_ids != other.token_ids  # the same positions, and other numbers
-
-
-def test_processes_that_vllm_starts_sample_as_one_that_has_the_whole_model(
-    engine_for: Get, tmp_path: Path
-) -> None:
-    whole = engine_for("two-heads")
-    split = VllmEngine(
-        write_config("two-heads", tmp_path), tensor_parallel_size=2, worker_processes=True,
-        max_num_seqs=16, max_model_len=128, kv_cache_memory_bytes=KV_BYTES // 2,
-    )  # fmt: skip
-    try:
-        prompts = random_prompts(12, seed=7)
-        params = [SamplingParams(10, seed=seed, temperature=1.2, top_k=20) for seed in range(12)]
-        for version in (1, 2):
-            model = make_model("two-heads", seed=version)
-            for engine in (whole, split):
-                engine.load_weights(model.named_parameters(), version)
-            expected, found = (generate(engine, prompts, params) for engine in (whole, split))
-            assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-            for one, other in zip(found, expected, strict=True):
-                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
-                assert one.model_log_probs == pytest.approx(other.model_log_probs, abs=1e-4)
-                assert one.version_first == version
-        with pytest.raises(ValueError, match="missing weights"):
-            split.load_weights([], 3)
-    finally:
-        split.shutdown()
-    assert not list(Path("/dev/shm").glob("rollout-weights-*"))
 
 
 def test_sleep_in_the_middle_of_turns_changes_no_token(engine_for: Get) -> None:
