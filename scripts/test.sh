@@ -68,8 +68,8 @@ if $with_vllm; then    # waits for the installation, if it has not ended
     vllm=$!
 fi
 phase "slow tests" parallel 0 "slow and not alone" --durations=10
-phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
 if $with_vllm; then
     phase "vLLM tests (after the others)" wait "$vllm" || { cat "$log"; exit 1; }
     cat "$log"
 fi
+phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone" --durations=10    # some measure times
