@@ -23,7 +23,7 @@ from verl.config import Config
 from verl.config.keys import as_list
 from verl.config.mixture import Source, sources_of
 from verl.data.difficulty_pools import DifficultyPools
-from verl.data.rl_dataset import PromptSampler, RLHFDataset, Row
+from verl.data.rl_dataset import PromptSampler, RLHFDataset, Row, row_settings
 from verl.data.streaming import RowStream, StreamSampler, is_large
 
 
@@ -257,7 +257,7 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     Raises ValueError where `RLHFDataset` or `Source` do.
     """
     data = config.data
-    settings = {**config.data, "env_class": config.environment.env_class}
+    settings = row_settings(config)
 
     def read(
         files: Sequence[Path], adapt: Callable[[Row], Row] | None = None, num_rows: int | None = None

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from verl.config import Config
 from verl.environments.registry import SEARCH
 from verl.utils.json_files import to_jsonable
 from verl.utils.rows import row_max_turns
@@ -28,6 +29,11 @@ Row = dict[str, Any]
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
 _VERL_DEFAULTS: Row = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
 _TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
+
+
+def row_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of rows that `RLHFDataset` takes, as a dictionary of the caller's own."""
+    return {**config.data, "env_class": config.environment.env_class}
 
 
 class RLHFDataset:

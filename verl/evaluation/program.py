@@ -284,7 +284,7 @@ def evaluate(
     """
     with announce("loading the libraries", sys.stderr), gc_paused():
         from verl.data.controls import with_retriever
-        from verl.data.rl_dataset import RLHFDataset
+        from verl.data.rl_dataset import RLHFDataset, row_settings
         from verl.evaluation.rollouts import Benchmark, EvaluationSettings, format_figure
         from verl.trainer.ppo.scoring import RewardManager
         from verl.utils.reward_score import load_reward_function
@@ -311,7 +311,7 @@ def evaluate(
         agent = stack.enter_context(agent_of(folder, config, options))
         open_agent = stack.pop_all()
     with open_agent:
-        data = {**config.data, "env_class": config.environment.env_class}
+        data = row_settings(config)
         if not hasattr(agent.tokenizer, "vocab_size"):  # tokens are messages here: the server limits lengths
             data["truncation"] = "left"
         verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / name))

@@ -78,7 +78,7 @@ def build_trainer(
     """
     with gc_paused():
         from verl.data.mixture import training_rows
-        from verl.data.rl_dataset import RLHFDataset
+        from verl.data.rl_dataset import RLHFDataset, row_settings
         from verl.planning.passes import Passes
         from verl.planning.placement import Role, build_pools, roles_of, samples_apart
         from verl.trainer.ppo.held_out import HeldOutSets, read_sets
@@ -97,7 +97,7 @@ def build_trainer(
     roles = roles_of(Passes(config))
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
-    data = {**config.data, "env_class": config.environment.env_class}
+    data = row_settings(config)
     train_dataset = training_rows(config, tokenizer)
     val_dataset = RLHFDataset(config.data.val_files, tokenizer, data, config.data.val_data_num)
     evals = read_sets(config, tokenizer, data, val_dataset)
