@@ -93,5 +93,8 @@ if __name__ == "__main__":
         asyncio.run(through(url, played))
         times.append((middle - start, time.perf_counter() - middle))
         print("seconds alone {:.1f}, through HTTP {:.1f}".format(*times[-1]), file=sys.stderr)
-    own, served = (sum(map(sum, lengths)) / median(column) for column in zip(*times[1:], strict=True))
-    print(f"engine alone {own:,.0f} tokens/s, through HTTP {served:,.0f}, ratio {served / own:.2f}")
+    alone_rate, http_rate = (
+        sum(map(sum, lengths)) / median(column) for column in zip(*times[1:], strict=True)
+    )
+    ratio = http_rate / alone_rate
+    print(f"engine alone {alone_rate:,.0f} tokens/s, through HTTP {http_rate:,.0f}, ratio {ratio:.2f}")

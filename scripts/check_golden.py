@@ -200,7 +200,7 @@ def compare(scenario: Scenario, expected: dict, found: dict) -> tuple[int, list[
         pairs.append(("sha256 of ", expected["weights"], found["weights"]))
     num_compared = 0
     lines = []
-    for place, expected_values, found_values in pairs:
+    for label, expected_values, found_values in pairs:
         for name in sorted(expected_values.keys() | found_values.keys()):
             if name.startswith(NOT_REPEATABLE + scenario.skip):
                 continue
@@ -211,7 +211,7 @@ def compare(scenario: Scenario, expected: dict, found: dict) -> tuple[int, list[
                 or not scenario.agree(expected_values[name], found_values[name])
             ):
                 lines.append(
-                    f"{place}{name}: {expected_values.get(name)} there, {found_values.get(name)} here"
+                    f"{label}{name}: {expected_values.get(name)} there, {found_values.get(name)} here"
                 )
     return num_compared, lines
 

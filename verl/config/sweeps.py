@@ -81,15 +81,15 @@ def run_sweep(command: CommandLine, module: str) -> int:
     loader = ReadingLoader(command.folders, read)
     hydra = Hydra(module.rpartition(".")[2], loader)
     keys = keys_of(PROGRAMS[command.program].schema)
-    asked = [
+    overrides = [
         override if loader.is_group(split(override).name) else _setting(override, keys) for override in swept
     ]
-    asked += _settings_of_hydra(of_hydra, config.trainer.default_local_dir)
+    overrides += _settings_of_hydra(of_hydra, config.trainer.default_local_dir)
     job = [sys.executable, "-m", module, *command.options, *plain]
     swept_names = {split(override).name for override in swept}
     task = partial(_run_job, job, swept_names, config.trainer.experiment_name)
     try:
-        hydra.multirun(command.config_name, task, asked)
+        hydra.multirun(command.config_name, task, overrides)
     except JobFailed as error:
         print(f"error: {error}; the other jobs of the sweep have run", file=sys.stderr)
         return error.status
@@ -174,9 +174,9 @@ def _run_job(job: Sequence[str], swept: set[str], experiment_name: str, _: objec
     hydra = HydraConfig.get()
     folder = str(hydra.runtime.output_dir)
     label = str(hydra.sweep.subdir).replace("/", "_")
-    own = {FOLDER: folder, NAME: f"{experiment_name}-{label}"}
+    job_settings = {FOLDER: folder, NAME: f"{experiment_name}-{label}"}
     overrides = list(hydra.overrides.task)
-    for key, text in own.items():
+    for key, text in job_settings.items():
         if key not in swept:
             overrides.append(f"{key}={QuotedString(text, Quote.single).with_quotes()}")
     status = _status_of([*job, *overrides])

@@ -65,13 +65,13 @@ def kept_for_token(size: ModelSize, precision: Precision, longest: int) -> int:
     scores = size.heads * longest**2
     seen = size.heads * (longest + BLOCK) // 2
     if width == FLOAT32:
-        kept = layer_bytes(size, precision, False)
+        num_bytes = layer_bytes(size, precision, False)
         if FEWEST_SCORES <= scores <= MOST_SCORES:  # and a product fewer is kept of the queries
-            kept += width * (seen - size.query_width)
-        return kept
-    kept = (2 * FLOAT32 + 2 * width) * size.hidden + FLOAT32 * size.query_width // size.heads
-    kept += 3 * width * (size.query_width + size.key_width + size.intermediate)
-    return kept + width * seen * (scores <= MOST_SCORES)
+            num_bytes += width * (seen - size.query_width)
+        return num_bytes
+    num_bytes = (2 * FLOAT32 + 2 * width) * size.hidden + FLOAT32 * size.query_width // size.heads
+    num_bytes += 3 * width * (size.query_width + size.key_width + size.intermediate)
+    return num_bytes + width * seen * (scores <= MOST_SCORES)
 
 
 def _head(size: ModelSize, held: Held, precision: Precision, tokens: int, updates: bool) -> tuple[int, int]:
