@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch.distributed as dist
 from sample_workers import ScaleWorker, SumWorker, sample_batch
 
 from verl.protocol import DataProto, DataProtoFuture
@@ -87,3 +90,31 @@ def test_what_the_backend_cannot_do_is_refused():
         build_worker_groups("local", ResourcePool([2]), {"sum": item})
     with pytest.raises(ValueError, match="must be 'local' or 'ray'"):
         build_worker_groups("slurm", ResourcePool([1]), {"sum": item})
+
+
+def test_a_worker_leaves_the_process_group_that_it_joined_and_no_other(monkeypatch):
+    """An engine of vLLM in the same process has a process group of its own, which outlives the worker."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        beside = Worker()
+        beside.init_process_group("cpu")
+        beside.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+    rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(rendezvous.port))
+    worker = Worker()
+    monkeypatch.setattr(worker, "world_size", 2)
+    monkeypatch.setattr(dist, "init_process_group", partial(alone, dist.init_process_group))
+    worker.init_process_group("cpu")
+    assert dist.is_initialized()
+    worker.close()
+    assert not dist.is_initialized()
+
+
+def alone(init_process_group, backend, *, world_size, **arguments):
+    """Join with one process where a test has no second one."""
+    init_process_group(backend, world_size=1, **arguments)

@@ -45,6 +45,7 @@ class _MegatronProcess(fsdp_workers.TrainingWorker):
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            self.joined_process_group = True
         return device
 
     def count_token_sharing(self, block: Actor | Critic) -> int:

@@ -27,6 +27,8 @@ class Worker:
         world_size: number of processes in the group.
         local_rank: number of this process on its node.
         mesh_ranks: mesh -> what `_register_dispatch_collect_info` noted for it.
+        joined_process_group: whether this worker, and nothing else in its process, joined torch.distributed's
+            default process group; then `close` leaves it.
     """
 
     role_classes: ClassVar[Mapping[str, type[Worker]]] = {}
@@ -36,6 +38,7 @@ class Worker:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.mesh_ranks: dict[str, tuple[int, bool]] = {}
+        self.joined_process_group = False
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"RANK={self.rank} must be at least 0 and below WORLD_SIZE={self.world_size}")
 
@@ -95,12 +98,15 @@ class Worker:
             timeout=timeout,
             store=torch.distributed.TCPStore(address, port, is_master=False, timeout=timeout),
         )
+        self.joined_process_group = True
         return device
 
     def close(self) -> None:
         """Free what the end of the process would not free.
 
-        The group's `shutdown` calls this once. Subclasses may extend it.
+        The group's `shutdown` calls this once. Subclasses may extend it. A process group that somebody else
+        has made, such as an engine of vLLM in the same process, stays.
         """
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self.joined_process_group and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        self.joined_process_group = False
