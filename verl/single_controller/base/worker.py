@@ -27,8 +27,8 @@ class Worker:
         world_size: number of processes in the group.
         local_rank: number of this process on its node.
         mesh_ranks: mesh -> what `_register_dispatch_collect_info` noted for it.
-        joined_process_group: whether this worker, and nothing else in its process, joined torch.distributed's
-            default process group; then `close` leaves it.
+        joined_process_group: whether this worker joined torch.distributed's default process group itself;
+            then `close` leaves it.
     """
 
     role_classes: ClassVar[Mapping[str, type[Worker]]] = {}
