@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 
 import loop_environments
@@ -302,7 +303,10 @@ def test_a_group_that_is_late_is_kept_where_its_environment_pickles_and_cut_wher
         )
         made = agent.run_llm_loop(batch)
         assert [record["finish_reason"] for record in records(made)] == ["done", "done", reason]
+        assert [list(record)[-1] == "kept" for record in records(made)] == [False, False, reason == "kept"]
         if reason == "kept":
+            kept = records(made)[2]["kept"]
+            assert list(kept) == ["env", "prompt_ids"] and pickle.loads(kept["env"]).row["goal"] == 2
             from verl.trainer.ppo.collection import split_unfinished
 
             _, unfinished = split_unfinished(made)

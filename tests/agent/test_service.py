@@ -16,6 +16,7 @@ from test_stragglers_with_a_model import server
 
 from search_r1.llm_agent.generation import LLMGenerationManager
 from search_r1.search.client import SearchClient
+from verl.agent.episode import Episode
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import KEPT, Trajectory
 from verl.protocol import DataProto
@@ -46,12 +47,9 @@ def what(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.response_ids, trajectory.response_mask, trajectory.finish_reason
 
 
-def rows_of(agent: LLMGenerationManager, batch: DataProto) -> list[Trajectory]:
+def rows_of(agent: LLMGenerationManager, batch: DataProto) -> list[Episode]:
     """As a rollout process begins them."""
-    trajectories = agent.trajectories(batch)
-    for trajectory in trajectories:
-        trajectory.params = agent.sampling_params(batch.meta_info)
-    return trajectories
+    return agent.episodes(batch, params=agent.sampling_params(batch.meta_info))
 
 
 def undisturbed(tokenizer, model, url: str) -> list[tuple[Any, ...]]:  # noqa: F811

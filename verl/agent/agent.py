@@ -1,6 +1,6 @@
 """The agent that turns prompts into trajectories, as a batch for training, in any environments.
 
-gen_batch (prompts, seeds) -> Trajectory of each row -> TrajectoryLoop -> tensors and records
+gen_batch (prompts, seeds) -> Episode of each row -> TrajectoryLoop -> Trajectory of each -> tensors, records
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.agent.codec import Codec, to_tensors
+from verl.agent.episode import Episode
 from verl.agent.loop import LoopEvent, TrajectoryLoop
-from verl.agent.trajectory import AgentConfig, Trajectory
+from verl.agent.trajectory import KEPT, AgentConfig, Trajectory
 from verl.data.rl_dataset import cut_prompt
 from verl.environments.executors import Environments
 from verl.protocol import DataProto
@@ -69,16 +70,36 @@ class EnvironmentAgent:
         """
         columns = gen_batch.non_tensor_batch
         meta_info = gen_batch.meta_info
-        trajectories = self.trajectories(gen_batch)
+        episodes = self.episodes(gen_batch)
         groups = columns["uid"].tolist() if "uid" in columns and not meta_info.get("validate") else None
         params = self.sampling_params(meta_info)
         keeps = meta_info.get("keep_partial", False)
-        loop = TrajectoryLoop(self, params, trajectories, groups=groups, keep_partial=keeps)
+        loop = TrajectoryLoop(
+            self,
+            params,
+            episodes,
+            groups=groups,
+            keep_partial=keeps,
+            kept_environments=kept_environments(gen_batch, range(len(episodes))),
+        )
         loop.run()
-        return self.batch(trajectories, columns, self.figures(trajectories) | loop.engine_load.metrics())
+        trajectories = [episode.trajectory for episode in episodes]
+        metrics = self.figures(trajectories) | loop.engine_load.metrics()
+        return self.batch(trajectories, columns, metrics, loop.kept_environments)
 
-    def trajectories(self, gen_batch: DataProto) -> list[Trajectory]:
-        """Make the trajectories of a batch's rows, new ones or continued ones."""
+    def episodes(
+        self,
+        gen_batch: DataProto,
+        rows: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+    ) -> list[Episode]:
+        """Make the episodes of a batch's rows. Their trajectories are new ones or continued ones.
+
+        Args:
+            gen_batch: The batch, as `run_llm_loop` takes it.
+            rows: The `Trajectory.row` of each. None means that they are numbered from 0.
+            params: The sampling of their turns. None means that of the loop.
+        """
         config = self.config
         columns = gen_batch.non_tensor_batch
         seeds = gen_batch.tensors["sampling_seeds"].tolist()
@@ -87,18 +108,23 @@ class EnvironmentAgent:
         prompts = [cut_prompt(self.tokenizer, list(map(int, ids)), max_length) for ids in all_ids]
         absent: list[Any] = [None] * len(seeds)
         states = columns.get("continuation", absent)
-        episodes = columns.get("episode", absent)
-        trajectories = []
-        for row, (ids, seed, state) in enumerate(zip(prompts, seeds, states, strict=True)):
+        environments = columns.get("episode", absent)
+        if rows is None:
+            rows = range(len(seeds))
+        episodes = []
+        for row, ids, seed, state, environment in zip(
+            rows, prompts, seeds, states, environments, strict=True
+        ):
             is_new = state is None
             trajectory = Trajectory(row, ids, seed) if is_new else Trajectory.continued(row, ids, seed, state)
-            if (episode := episodes[row]) is not None:
-                trajectory.env_class = episode["env_class"]
-                trajectory.messages = episode["prompt"]
-                trajectory.extras = episode["extras"]
-            trajectory.max_turns = row_max_turns(trajectory.extras) or config.max_turns
-            trajectories.append(trajectory)
-        return trajectories
+            episode = Episode(trajectory, config.max_turns, params=params)
+            if environment is not None:
+                trajectory.env_class = environment["env_class"]
+                episode.messages = environment["prompt"]
+                episode.extras = environment["extras"]
+                episode.max_turns = row_max_turns(episode.extras) or config.max_turns
+            episodes.append(episode)
+        return episodes
 
     def sampling_params(self, meta_info: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters of a batch with this meta_info."""
@@ -110,7 +136,11 @@ class EnvironmentAgent:
         return SamplingParams(config.max_response_length, eos_token_ids=self.codec.eos_token_ids, **sampling)
 
     def batch(
-        self, trajectories: Sequence[Trajectory], columns: Mapping[str, Any], metrics: dict[str, float]
+        self,
+        trajectories: Sequence[Trajectory],
+        columns: Mapping[str, Any],
+        metrics: dict[str, float],
+        kept_environments: Mapping[int, bytes] | None = None,
     ) -> DataProto:
         """Build the batch that `run_llm_loop` returns.
 
@@ -118,14 +148,19 @@ class EnvironmentAgent:
             trajectories: The trajectories, all of which have ended.
             columns: The non-tensor columns of their rows.
             metrics: Figures for meta_info.
+            kept_environments: The pickled environments of trajectories that are kept, by row.
         """
         config = self.config
         pad = self.tokenizer.pad_token_id or 0
         tensors = to_tensors(trajectories, config.max_start_length, config.max_prompt_length, pad)
-        records = [
-            trajectory.record(self.codec.decode_prompt(tuple(trajectory.prompt_ids)))
-            for trajectory in trajectories
-        ]
+        kept_environments = kept_environments or {}
+        records = []
+        for trajectory in trajectories:
+            record = trajectory.record(self.codec.decode_prompt(tuple(trajectory.prompt_ids)))
+            if trajectory.finish_reason == KEPT and trajectory.row in kept_environments:
+                env = kept_environments[trajectory.row]
+                record["kept"] = {"env": env, "prompt_ids": trajectory.prompt_ids}
+            records.append(record)
         non_tensors = {**columns, "trajectory": records}
         non_tensors.pop("continuation", None)
         return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics} if metrics else {})
@@ -137,3 +172,21 @@ class EnvironmentAgent:
     def close(self) -> None:
         """End the environments' threads and processes."""
         self.environments.close()
+
+
+def kept_environments(gen_batch: DataProto, rows: Sequence[int]) -> dict[int, bytes]:
+    """Return the pickled environments that rows of an earlier step go on with.
+
+    Args:
+        gen_batch: The batch, as `EnvironmentAgent.run_llm_loop` takes it.
+        rows: The `Trajectory.row` of each of its rows, by which the result is keyed.
+    """
+    environments = {}
+    states = gen_batch.non_tensor_batch.get("continuation", [None] * len(rows))
+    for row, state in zip(rows, states, strict=True):
+        if state is None:
+            continue
+        env = state["record"].get("kept", {}).get("env")
+        if env is not None:
+            environments[row] = env
+    return environments

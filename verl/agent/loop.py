@@ -24,8 +24,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.agent.engine_load import EngineLoad
+from verl.agent.episode import Episode, PendingWork
 from verl.agent.stragglers import StragglerWatch
-from verl.agent.trajectory import KEPT, PendingStep, Trajectory, Turn
+from verl.agent.trajectory import KEPT, Trajectory, Turn
 from verl.data.rl_dataset import cut_prompt
 from verl.environments.environment import (
     ActionUnderWay,
@@ -34,7 +35,7 @@ from verl.environments.environment import (
     Message,
     output_problem,
 )
-from verl.environments.executors import CLOSE_SECONDS, Episode, StepResult
+from verl.environments.executors import CLOSE_SECONDS, EnvironmentHandle, StepResult
 from verl.environments.registry import SEARCH
 from verl.sessions.engine_contract import Completion, Partial, SamplingParams
 from verl.utils.errors import CouldNotVerify
@@ -88,20 +89,24 @@ class TrajectoryLoop:
         self,
         agent: EnvironmentAgent,
         params: SamplingParams,
-        trajectories: list[Trajectory],
+        episodes: Sequence[Episode],
         *,
         groups: Sequence[Hashable] | None = None,
         keep_partial: bool = False,
+        kept_environments: dict[int, bytes] | None = None,
     ) -> None:
-        """Create a loop over trajectories, none of which has started.
+        """Create a loop over episodes, none of which has started.
 
         Args:
             agent: The agent whose engine, environments, codec and settings the loop uses.
             params: The sampling of every turn. The seed is the trajectory's, the stop strings are its
                 environment's, and max_tokens is what the room allows.
-            trajectories: Entry i is row i. Those with a finish_reason are left as they are.
-            groups: The group of each row, by which stragglers are found. None means that no straggler is cut.
+            episodes: The episodes. Those whose trajectory has a finish_reason are left as they are.
+            groups: The group of each row, by which stragglers are found. Entry i is that of row i. None means
+                that no straggler is cut.
             keep_partial: Whether stragglers end as "kept" instead of "cut", unless they were kept before.
+            kept_environments: The pickled environments of trajectories that were kept, by row. The loop
+                removes those that it opens, and adds those of the trajectories that it keeps.
         """
         self.codec = agent.codec
         self.engine = agent.engine
@@ -109,24 +114,25 @@ class TrajectoryLoop:
         self.config = agent.config
         self.params = params
         self.on_event = agent.on_event
-        self.live = {trajectory.row: trajectory for trajectory in trajectories}
+        self.live = {episode.trajectory.row: episode for episode in episodes}
         self.keep_partial = keep_partial
+        self.kept_environments = {} if kept_environments is None else kept_environments
         self.num_in_flight = 0
         self.num_steps = 0
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
         self.engine_load = EngineLoad(self.engine)
-        self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
-        self.sessions: dict[int, Trajectory] = {}
-        self.waiting: dict[int, PendingStep] = {}  # by row
-        self.ready_to_step: list[Trajectory] = []  # their environments have still to take their last turn
-        self.ended: list[tuple[Trajectory, Episode]] = []
+        self.pending = deque(episode for episode in episodes if not episode.trajectory.finish_reason)
+        self.sessions: dict[int, Episode] = {}
+        self.waiting: dict[int, PendingWork] = {}  # by row
+        self.ready_to_step: list[Episode] = []  # their environments have still to take their last turn
+        self.ended: list[tuple[Trajectory, EnvironmentHandle]] = []
         self.watch: StragglerWatch | None = None
         self.unstarted: deque[int] = deque()  # sessions without a token so far, in the order of opening
         if groups is not None and self.config.straggler_factor is not None:
             self.watch = StragglerWatch(self.config.straggler_factor, groups)
-            for trajectory in trajectories:
-                if trajectory.finish_reason:
-                    self.watch.leave_out(trajectory.row)
+            for episode in episodes:
+                if episode.trajectory.finish_reason:
+                    self.watch.leave_out(episode.trajectory.row)
 
     def run(self) -> None:
         """Run every trajectory to its end.
@@ -147,10 +153,10 @@ class TrajectoryLoop:
             self.num_steps += 1
             self.engine_load.sample(self.num_steps)
             if self.on_event is not None:
-                for session_id, trajectory in self.sessions.items():
+                for session_id, episode in self.sessions.items():
                     text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
                     if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-                        self._show(trajectory, text)
+                        self._show(episode, text)
             self._handle(completions)
         elif self.waiting:
             self._wait(news)
@@ -164,60 +170,65 @@ class TrajectoryLoop:
         """Close all sessions and environments."""
         for session_id in list(self.sessions):
             self.engine.close(session_id)
-        for step in self.waiting.values():
-            if not step.future.cancel():
-                step.future.add_done_callback(partial(self._close_late, step.trajectory))
+        for work in self.waiting.values():
+            if not work.future.cancel():
+                work.future.add_done_callback(partial(self._close_late, work.episode))
         in_haste = self.num_in_flight > 0
         if in_haste:
             self.environments.fail_pending_calls()
-        for trajectory in self.live.values():
-            self._close(trajectory)
+        for episode in self.live.values():
+            self._close(episode)
         self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
         self.note_ends()
 
     def note_ends(self) -> None:
         """Copy to the trajectories the times and metrics of their environments that were closed."""
-        for trajectory, episode in self.ended:
-            trajectory.seconds = (episode.seconds_init, episode.seconds_step)
-            trajectory.env_metrics = episode.metrics
+        for trajectory, handle in self.ended:
+            trajectory.seconds = (handle.seconds_init, handle.seconds_step)
+            trajectory.env_metrics = handle.metrics
         self.ended.clear()
 
     def _start_pending(self) -> None:
         limit = self.config.max_in_flight or math.inf
         while self.pending and self.num_in_flight < limit:
-            trajectory = self.pending.popleft()
+            episode = self.pending.popleft()
+            trajectory = episode.trajectory
             self.num_in_flight += 1
-            row = (trajectory.extras, trajectory.messages, trajectory.max_turns)
             num_turns = len(trajectory.turns) - trajectory.is_at_environment
+            env = self.kept_environments.get(trajectory.row)
             try:
                 runner = self.environments[trajectory.env_class]
-                episode = runner.open(*row, num_turns, trajectory.kept_env)
+                handle = runner.open(episode.extras, episode.messages, episode.max_turns, num_turns, env)
             except Exception as error:  # a user's environment may raise anything
-                self._fail(trajectory, error)
+                self._fail(episode, error)
                 continue
-            if isinstance(episode, Future):
-                self.waiting[trajectory.row] = PendingStep(trajectory, episode, self.num_steps)
+            if isinstance(handle, Future):
+                self.waiting[trajectory.row] = PendingWork(episode, handle, self.num_steps)
             else:
-                self._start_episode(trajectory, episode)
+                self._start_episode(episode, handle)
         self._step_environments()
 
-    def _start_episode(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Start a trajectory whose environment is ready."""
-        trajectory.episode = episode
+    def _start_episode(self, episode: Episode, handle: EnvironmentHandle) -> None:
+        """Start an episode whose environment is ready."""
+        trajectory = episode.trajectory
+        episode.handle = handle
+        self.kept_environments.pop(trajectory.row, None)
         if trajectory.is_at_environment:  # it was kept in this state
             self._note_start(trajectory)
-            self.ready_to_step.append(trajectory)
+            self.ready_to_step.append(episode)
             return
-        if episode.messages is not None:  # its `init` shows these instead of the row's prompt
-            if (ids := self._prompt_ids(trajectory, episode.messages)) is None:
+        if handle.messages is not None:  # its `init` shows these instead of the row's prompt
+            ids = self._prompt_ids(episode, handle.messages)
+            if ids is None:
                 return
             trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
-        self._start_turn(trajectory)
+        self._start_turn(episode)
 
     def _handle(self, completions: list[Completion]) -> None:
         """Record the turns that ended in one step and pass them to their environments."""
-        for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
-            trajectory = self.sessions[completion.session_id]
+        for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].trajectory.row):
+            episode = self.sessions[completion.session_id]
+            trajectory = episode.trajectory
             self._note_start(trajectory)
             version = trajectory.version_begun if trajectory.num_begun else completion.version_first
             start, end = trajectory.add_sampled(completion.token_ids, completion.log_probs)
@@ -225,11 +236,11 @@ class TrajectoryLoop:
                 trajectory.version_first = completion.version_first
             trajectory.version_last = completion.version_last
             text = self.codec.decode_turn(trajectory.response_ids[start:end])
-            self._show(trajectory, text)
-            trajectory.num_chars_shown = 0
+            self._show(episode, text)
+            episode.num_chars_shown = 0
             trajectory.stopped_by = completion.finish_reason
             trajectory.turns.append(Turn("step", text, start, end, version_first=version))
-            self.ready_to_step.append(trajectory)
+            self.ready_to_step.append(episode)
         self._step_environments()
 
     def _step_environments(self) -> None:
@@ -239,33 +250,38 @@ class TrajectoryLoop:
         """
         ready_to_step = self.ready_to_step
         self.ready_to_step = []
-        by_class: dict[str, list[Trajectory]] = {}
-        for trajectory in ready_to_step:
-            by_class.setdefault(trajectory.env_class, []).append(trajectory)
+        by_class: dict[str, list[Episode]] = {}
+        for episode in ready_to_step:
+            by_class.setdefault(episode.trajectory.env_class, []).append(episode)
         results: dict[int, StepResult] = {}
         for env_class, members in by_class.items():
-            texts = [trajectory.turns[-1].text for trajectory in members]
-            if self.environments[env_class].reads_usage:
-                for trajectory in members:
+            runner = self.environments[env_class]
+            texts = [episode.trajectory.turns[-1].text for episode in members]
+            handles = [episode.handle for episode in members if episode.handle is not None]
+            if runner.reads_usage:
+                for episode, handle in zip(members, handles, strict=True):
+                    trajectory = episode.trajectory
                     num_written = trajectory.turns[-1].end - trajectory.turns[-1].start
                     num_read = len(trajectory.context) - num_written
                     is_cut = trajectory.stopped_by == "length"
-                    trajectory.episode.env.usage = (num_read, num_written, is_cut)  # type: ignore[union-attr]
-            outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
-            results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
+                    handle.env.usage = (num_read, num_written, is_cut)
+            outputs = runner.step_many(handles, texts)
+            for episode, output in zip(members, outputs, strict=True):
+                results[episode.trajectory.row] = output
         due = self.num_steps + (self.config.search_delay_steps or 0)
-        for trajectory in ready_to_step:
+        for episode in ready_to_step:
+            trajectory = episode.trajectory
             result = results[trajectory.row]
             if isinstance(result, ActionUnderWay):
                 turn = trajectory.turns[-1]
                 turn.action = result.action
                 turn.details = result.metadata
                 self._emit("action", trajectory, details=turn.details)
-                self.waiting[trajectory.row] = PendingStep(trajectory, result.future, due, result.output)
+                self.waiting[trajectory.row] = PendingWork(episode, result.future, due, result.output)
             elif isinstance(result, Future):
-                self.waiting[trajectory.row] = PendingStep(trajectory, result, due)
+                self.waiting[trajectory.row] = PendingWork(episode, result, due)
             else:
-                self._handle_output(trajectory, result)
+                self._handle_output(episode, result)
 
     def _wait(self, news: Future[Any] | None) -> None:
         """Wait until the next observation arrives, a group is late, or `news` is done.
@@ -273,11 +289,13 @@ class TrajectoryLoop:
         It is called when nothing can be decoded.
         """
         if self.config.search_delay_steps is not None:  # the clock moves to the next observation
-            self.num_steps = max(self.num_steps, min(step.due for step in self.waiting.values()))
+            self.num_steps = max(self.num_steps, min(work.due for work in self.waiting.values()))
             return
         late_at = None if self.watch is None else self.watch.next_due()
         timeout = None if late_at is None else max(0.0, late_at - self._now()) + 0.001
-        futures = [step.future for step in self.waiting.values()] + ([] if news is None else [news])
+        futures = [work.future for work in self.waiting.values()]
+        if news is not None:
+            futures.append(news)
         wait(futures, timeout, return_when=FIRST_COMPLETED)
 
     def _handle_arrivals(self) -> None:
@@ -285,31 +303,31 @@ class TrajectoryLoop:
         is_timed = self.config.search_delay_steps is not None
         ready = [
             row
-            for row, step in self.waiting.items()
-            if (step.due <= self.num_steps if is_timed else step.future.done())
+            for row, work in self.waiting.items()
+            if (work.due <= self.num_steps if is_timed else work.future.done())
         ]
         for row in sorted(ready):
-            step = self.waiting.pop(row)
-            trajectory = step.trajectory
+            work = self.waiting.pop(row)
             try:
-                result = step.outcome(step.future)  # waits if the step is due but not done
+                result = work.outcome(work.future)  # waits if the outcome is due but not there
             except Exception as error:  # a user's environment may raise anything, or it was cancelled
-                self._fail(trajectory, error)
+                self._fail(work.episode, error)
                 continue
-            if isinstance(result, Episode):
-                self._start_episode(trajectory, result)
+            if isinstance(result, EnvironmentHandle):
+                self._start_episode(work.episode, result)
             else:
-                self._handle_output(trajectory, result)
+                self._handle_output(work.episode, result)
 
-    def _handle_output(self, trajectory: Trajectory, output: BaseTextEnvStepOutput | Exception) -> None:
-        """Go on with the environment's output for the last turn, or end the trajectory."""
+    def _handle_output(self, episode: Episode, output: BaseTextEnvStepOutput | Exception) -> None:
+        """Go on with the environment's output for the last turn, or end the episode."""
         if isinstance(output, Exception):
-            self._fail(trajectory, output)
+            self._fail(episode, output)
             return
+        trajectory = episode.trajectory
         turn = trajectory.turns[-1]
-        environment = self.environments[trajectory.env_class]
+        runner = self.environments[trajectory.env_class]
         if trajectory.env_class != SEARCH and (mistake := output_problem(output, turn.text)) is not None:
-            self._fail(trajectory, EpisodeFailed(mistake))
+            self._fail(episode, EpisodeFailed(mistake))
             return
         turn.action = output.get("action", turn.action)
         turn.reward = output["reward"]
@@ -319,53 +337,52 @@ class TrajectoryLoop:
             reason = output.get("finish_reason", "done")
             if reason in LIMITS_OF.get(trajectory.stopped_by, ()):
                 reason = trajectory.stopped_by
-            self._finish(trajectory, reason)
+            self._finish(episode, reason)
             return
-        if not environment.counts_turns and len(trajectory.turns) >= trajectory.max_turns:
-            self._finish(trajectory, "length" if trajectory.stopped_by == "length" else "max_turns")
+        if not runner.counts_turns and len(trajectory.turns) >= episode.max_turns:
+            self._finish(episode, "length" if trajectory.stopped_by == "length" else "max_turns")
             return
         text = "".join(str(message["content"]) for message in output["observations"])
         self._emit("observation", trajectory, text, turn.details)
         if output.get("is_new_context"):
-            self._begin_context(trajectory, output["observations"])
+            self._begin_context(episode, output["observations"])
             return
         try:
             if self.codec.is_chat(trajectory.env_class):
                 ids = self.codec.chat_ids(output["observations"], trajectory.response_ids[-1])
             else:
-                ids = self.codec.observation_ids(text, environment.observation_end)
+                ids = self.codec.observation_ids(text, runner.observation_end)
         # A template raises for roles that it doesn't know, and a tokenizer for a text that is not a string.
         except Exception as error:
-            self._fail(trajectory, error)
+            self._fail(episode, error)
             return
-        self._start_turn(trajectory, ids)
+        self._start_turn(episode, ids)
 
-    def _begin_context(self, trajectory: Trajectory, messages: Sequence[Message]) -> None:
+    def _begin_context(self, episode: Episode, messages: Sequence[Message]) -> None:
         """Go on with another conversation, in another session."""
-        if (ids := self._prompt_ids(trajectory, messages)) is None:
+        ids = self._prompt_ids(episode, messages)
+        if ids is None:
             return
-        if trajectory.num_tokens + len(ids) >= self.max_context:
-            self._finish(trajectory, "length")
+        if episode.trajectory.num_tokens + len(ids) >= self.max_context:
+            self._finish(episode, "length")
             return
-        if trajectory.session_id is not None:
-            del self.sessions[trajectory.session_id]
-            self.engine.close(trajectory.session_id)
-            trajectory.session_id = None
-        trajectory.begin_context(ids)
-        self._start_turn(trajectory)
+        self._close_session(episode)
+        episode.trajectory.begin_context(ids)
+        self._start_turn(episode)
 
-    def _prompt_ids(self, trajectory: Trajectory, messages: Sequence[Message]) -> list[int] | None:
-        """Return the tokens of a conversation. If it has none, end the trajectory and return None."""
+    def _prompt_ids(self, episode: Episode, messages: Sequence[Message]) -> list[int] | None:
+        """Return the tokens of a conversation. If it has none, end the episode and return None."""
         try:
             if not (ids := self.codec.prompt_ids(list(messages))):
                 raise EpisodeFailed(f"found {messages!r:.200}, which has no token; expected a text")
             return ids
         except Exception as error:  # templates raise all kinds of errors for objects that are no messages
-            self._fail(trajectory, error)
+            self._fail(episode, error)
         return None
 
-    def _fail(self, trajectory: Trajectory, error: Exception) -> None:
-        """End a trajectory after an error of its environment, and exclude it from training."""
+    def _fail(self, episode: Episode, error: Exception) -> None:
+        """End an episode after an error of its environment, and exclude it from training."""
+        trajectory = episode.trajectory
         reason = "env_failed"
         trajectory.error = describe(error)
         if isinstance(error, EpisodeFailed | CouldNotVerify):
@@ -374,67 +391,80 @@ class TrajectoryLoop:
         if trajectory.turns:
             trajectory.turns[-1].error = trajectory.error
         trajectory.mask_all()
-        self._finish(trajectory, reason)
+        self._finish(episode, reason)
 
-    def _start_turn(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
-        """Start the next turn of a trajectory, or end it if there is no room.
+    def _start_turn(self, episode: Episode, token_ids: Sequence[int] | None = None) -> None:
+        """Start the next turn of an episode, or end it if there is no room.
 
         Args:
-            trajectory: The trajectory that goes on.
+            episode: The episode that goes on.
             token_ids: The observation that comes before the turn. None means that the turn is the first of
                 its session.
         """
+        trajectory = episode.trajectory
         room = self.max_context - trajectory.num_tokens - len(token_ids or ())
         if room < 1:
-            self._finish(trajectory, "length")
+            self._finish(episode, "length")
             return
         if token_ids is not None:
             trajectory.add_observation(token_ids)
-        assert trajectory.episode is not None
-        goes_on = trajectory.session_id is not None and token_ids is not None
+        assert episode.handle is not None
+        goes_on = episode.session_id is not None and token_ids is not None
         # Otherwise its seed is new, and nothing was drawn with it.
-        if not goes_on and (trajectory.params is not None or trajectory.contexts):
-            trajectory.drawn_before = sum(trajectory.response_mask)
+        if not goes_on and (episode.params is not None or trajectory.contexts):
+            episode.drawn_before = sum(trajectory.response_mask)
         params = replace(
-            trajectory.params or self.params,
+            episode.params or self.params,
             max_tokens=min(self.config.max_response_length - trajectory.num_begun, room),
-            stop=self.codec.stop(trajectory.episode.stop),
+            stop=self.codec.stop(episode.handle.stop),
             seed=trajectory.seed,
-            drawn_before=trajectory.drawn_before,
+            drawn_before=episode.drawn_before,
         )
         if goes_on:
-            assert trajectory.session_id is not None and token_ids is not None
-            self.engine.resume(trajectory.session_id, token_ids, params)
+            assert episode.session_id is not None and token_ids is not None
+            self.engine.resume(episode.session_id, token_ids, params)
             return
-        trajectory.session_id = self.engine.open(trajectory.context, params)
-        self.sessions[trajectory.session_id] = trajectory
+        episode.session_id = self.engine.open(trajectory.context, params)
+        self.sessions[episode.session_id] = episode
         if self.watch is not None:
-            self.unstarted.append(trajectory.session_id)
+            self.unstarted.append(episode.session_id)
 
-    def _finish(self, trajectory: Trajectory, reason: str) -> None:
+    def _finish(self, episode: Episode, reason: str) -> None:
+        """End an episode: its session, its environment and its trajectory."""
+        trajectory = episode.trajectory
         trajectory.finish_reason = reason
         trajectory.room = self.max_context - trajectory.num_tokens
         self.num_in_flight -= 1
-        if trajectory.session_id is not None:
-            del self.sessions[trajectory.session_id]
-            self.engine.close(trajectory.session_id)
-        self._close(trajectory)
+        self._close_session(episode)
+        self._close(episode)
+        if reason != KEPT:
+            self.kept_environments.pop(trajectory.row, None)
         if self.watch is not None:
             self.watch.end(trajectory.row, self._now())
         self._emit("end", trajectory, reason)
 
-    def _close(self, trajectory: Trajectory) -> None:
-        """End the environment of a trajectory, if it has one."""
-        episode = trajectory.episode
-        trajectory.episode = None
-        if episode is not None:
-            self.environments[trajectory.env_class].close(episode)
-            self.ended.append((trajectory, episode))
+    def _close_session(self, episode: Episode) -> None:
+        """Close the session of an episode in the engine, if it has one."""
+        if episode.session_id is not None:
+            del self.sessions[episode.session_id]
+            self.engine.close(episode.session_id)
+            episode.session_id = None
 
-    def _close_late(self, trajectory: Trajectory, opened: Future[Any]) -> None:
-        """Close an environment that was being made when the loop ended."""
-        if not opened.cancelled() and opened.exception() is None and isinstance(opened.result(), Episode):
-            self.environments[trajectory.env_class].close(opened.result())
+    def _close(self, episode: Episode) -> None:
+        """Close the environment of an episode, if it has one."""
+        handle = episode.handle
+        episode.handle = None
+        if handle is not None:
+            self.environments[episode.trajectory.env_class].close(handle)
+            self.ended.append((episode.trajectory, handle))
+
+    def _close_late(self, episode: Episode, work: Future[Any]) -> None:
+        """Close an environment that was being made when its episode ended."""
+        if work.cancelled() or work.exception() is not None:
+            return
+        handle = work.result()
+        if isinstance(handle, EnvironmentHandle):
+            self.environments[episode.trajectory.env_class].close(handle)
 
     def _now(self) -> float:
         """Return the time by the clock of the straggler policy."""
@@ -449,43 +479,47 @@ class TrajectoryLoop:
         if self.watch is None:
             return
         while self.unstarted:  # engines start sessions in the order in which they were opened
-            trajectory = self.sessions.get(self.unstarted[0])
-            if trajectory is not None and not self.watch.has_started(trajectory.row):
+            episode = self.sessions.get(self.unstarted[0])
+            if episode is not None and not self.watch.has_started(episode.trajectory.row):
                 if not self.engine.partial(self.unstarted[0]).token_ids:
                     break
-                self._note_start(trajectory)
+                self._note_start(episode.trajectory)
             self.unstarted.popleft()
         for rows in self.watch.late(self._now()):
             self.watch.exclude_from_times(rows)
             for row in rows:
                 self._cut(self.live[row])
 
-    def _cut(self, trajectory: Trajectory) -> None:
-        environment = self.environments[trajectory.env_class]
-        episode = trajectory.episode
-        assert episode is not None  # the trajectory has started
+    def _cut(self, episode: Episode) -> None:
+        """End an episode before its time, as "kept" where it can go on in a later step, or else as "cut"."""
+        trajectory = episode.trajectory
+        runner = self.environments[trajectory.env_class]
+        handle = episode.handle
+        assert handle is not None  # the episode has started
         under_way = self.waiting.pop(trajectory.row, None)
         if under_way is not None:
             under_way.future.cancel()
         is_kept = self.keep_partial and trajectory.num_old_turns is None
-        if is_kept and not environment.stateless:
+        env = None
+        if is_kept and not runner.stateless:
             # With a step under way the environment is ahead of its trajectory and can't be kept.
-            trajectory.kept_env = None if under_way else environment.pickle_env(episode)
-            is_kept = trajectory.kept_env is not None
+            env = None if under_way else runner.pickle_env(handle)
+            is_kept = env is not None
         if not is_kept:
             trajectory.mask_all()
-            self._finish(trajectory, "cut")
+            self._finish(episode, "cut")
             return
-        if trajectory.session_id is not None:
-            trajectory.keep(self._settled(trajectory.session_id, episode), self.engine.version)
-        if trajectory.kept_env is not None:
-            trajectory.episode = None  # the kept environment goes on in a later step and is closed at its end
-        self._finish(trajectory, KEPT)
+        if episode.session_id is not None:
+            trajectory.keep(self._settled(episode.session_id, handle), self.engine.version)
+        if env is not None:
+            self.kept_environments[trajectory.row] = env
+            episode.handle = None  # the kept environment goes on in a later step and is closed at its end
+        self._finish(episode, KEPT)
 
-    def _settled(self, session_id: int, episode: Episode) -> Partial:
+    def _settled(self, session_id: int, handle: EnvironmentHandle) -> Partial:
         """Return what a session's running turn has sampled, up to where a stop string may have begun."""
         begun = self.engine.partial(session_id)
-        stop = self.codec.stop(episode.stop)
+        stop = self.codec.stop(handle.stop)
         length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
         return Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
 
@@ -493,13 +527,16 @@ class TrajectoryLoop:
         if self.on_event is not None:
             self.on_event(LoopEvent(kind, trajectory.row, text, details or {}))
 
-    def _show(self, trajectory: Trajectory, text: str) -> None:
+    def _show(self, episode: Episode, text: str) -> None:
         """Tell `on_event` what a running turn has written since the last time.
 
         Args:
-            trajectory: The trajectory of the turn.
+            episode: The episode of the turn.
             text: The text of the whole turn so far.
         """
-        if self.on_event is not None and (new_text := text[trajectory.num_chars_shown :]):
-            trajectory.num_chars_shown = len(text)
-            self._emit("text", trajectory, new_text)
+        if self.on_event is None:
+            return
+        new_text = text[episode.num_chars_shown :]
+        if new_text:
+            episode.num_chars_shown = len(text)
+            self._emit("text", episode.trajectory, new_text)

@@ -1,25 +1,22 @@
-"""A trajectory while it grows: its tokens, turns and contexts.
+"""A trajectory: its tokens, turns and scores, which are kept when it has ended.
 
     prompt | policy's tokens | observation | policy's tokens | ...      response = all after the prompt
              mask 1 ... 1      0 ... 0       1 ... 1
 
-Ids are only ever appended. A trajectory that is kept for the next step travels as its row of the batch and
-its record (see `continuations` of verl/trainer/ppo/collection.py), and `Trajectory.continued` rebuilds it
-from these.
+Ids are only ever appended. What lives only while a trajectory runs is its `Episode` (verl/agent/episode.py).
+A trajectory that is kept for the next step travels as its row of the batch and its record (see
+`continuations` of verl/trainer/ppo/collection.py), and `Trajectory.continued` rebuilds it from these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl.environments.environment import BaseTextEnvStepOutput, Message
-from verl.environments.executors import Episode
 from verl.environments.registry import SEARCH
-from verl.sessions.engine_contract import Partial, SamplingParams
+from verl.sessions.engine_contract import Partial
 from verl.utils.reward_score.qa_em import join_turns
 
 KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
@@ -150,9 +147,32 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One row of a batch while it grows.
+    """The tokens, turns and scores of one row of a batch.
 
     The three response lists have one entry per response token.
+
+    Attributes:
+        row: Its row in the batch, or its number in a `TrajectoryService`.
+        prompt_ids: The tokens of its prompt.
+        seed: Its sampling seed.
+        response_ids: The tokens after the prompt.
+        response_mask: 1 for a token that the policy sampled, 0 for any other.
+        log_probs: The log-probability of each token that the policy sampled, 0 for any other.
+        turns: Its turns that have ended.
+        finish_reason: "answer", "done", "eos", "length", "max_turns", "search_failed", "env_failed",
+            "unverified", "cut" or "kept". "" while it runs.
+        version_first: The policy version of the first sampled token.
+        version_last: The policy version of the last sampled token.
+        num_begun: The number of last response tokens that belong to a turn that has not ended.
+        version_begun: The policy version of the first of these tokens.
+        num_old_turns: The number of turns of an earlier step, or None if it began in this step.
+        contexts: The positions in the response at which a context begins.
+        env_class: The name of its environment.
+        stopped_by: The reason why its last generation ended, as in `Completion`.
+        room: The number of tokens that its context had left when it ended.
+        seconds: The seconds in its environment's init, and in all its steps.
+        env_metrics: The metrics of its environment.
+        error: The reason why its environment failed.
 
     Example after "a <search> b </search>" and its observation, with ids for words:
     response_ids [5, 6, 7, 6, 9, 9, 9], response_mask [1, 1, 1, 1, 0, 0, 0],
@@ -166,31 +186,19 @@ class Trajectory:
     response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    # "answer" | "done" | "eos" | "length" | "max_turns" | "search_failed" | "env_failed" | "unverified" |
-    # "cut" | "kept"; "" while it runs
     finish_reason: str = ""
-    version_first: int | None = None  # policy version of the first sampled token
-    version_last: int | None = None  # policy version of the last sampled token
-    num_begun: int = 0  # number of last response tokens that belong to a turn that has not ended
-    version_begun: int | None = None  # policy version of the first of these tokens
-    num_old_turns: int | None = None  # turns of an earlier step; None if it began in this step
-    contexts: list[int] = field(default_factory=list)  # positions in the response where a context begins
+    version_first: int | None = None
+    version_last: int | None = None
+    num_begun: int = 0
+    version_begun: int | None = None
+    num_old_turns: int | None = None
+    contexts: list[int] = field(default_factory=list)
     env_class: str = SEARCH
-    extras: Mapping[str, Any] = field(default_factory=dict)  # columns of its row, for its environment
-    messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
-    max_turns: int = 0  # maximum number of actions of its episode
-    params: SamplingParams | None = None  # sampling of its turns; None means that of the loop
-    columns: dict[str, Any] = field(default_factory=dict)  # columns of a row that a rollout process got
-    drawn_before: int = 0  # tokens that it had sampled when its session began
-    episode: Episode | None = None  # set while it runs
-    session_id: int | None = None  # set while it runs, once it has a session
-    stopped_by: str = "stop"  # why its last generation ended, as in `Completion`
-    room: int = 0  # tokens that its context had left when it ended
-    num_chars_shown: int = 0  # characters of its running turn that `on_event` was already given
-    seconds: tuple[float, float] = (0.0, 0.0)  # time in its environment's init, and in all its steps
+    stopped_by: str = "stop"
+    room: int = 0
+    seconds: tuple[float, float] = (0.0, 0.0)
     env_metrics: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None  # why its environment failed
-    kept_env: bytes | None = None  # its environment, pickled for a later step
+    error: str | None = None
 
     @classmethod
     def continued(cls, row: int, prompt_ids: list[int], seed: int, state: Mapping[str, Any]) -> Trajectory:
@@ -221,8 +229,18 @@ class Trajectory:
             room=record.get("room", 0),
             seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
             error=record.get("env_error"),
-            kept_env=kept_state.get("env"),
             **restored,
+        )
+
+    def copy(self) -> Trajectory:
+        """Return a copy that does not grow with this trajectory."""
+        return replace(
+            self,
+            response_ids=list(self.response_ids),
+            response_mask=list(self.response_mask),
+            log_probs=list(self.log_probs),
+            turns=[replace(turn) for turn in self.turns],
+            contexts=list(self.contexts),
         )
 
     @property
@@ -289,7 +307,10 @@ class Trajectory:
             self.version_last = version
 
     def record(self, prompt_text: str) -> dict[str, Any]:
-        """Return the plain dict that goes into the batch under `trajectory`."""
+        """Return the plain dict that goes into the batch under `trajectory`.
+
+        If the trajectory is kept with its environment, `EnvironmentAgent.batch` adds the environment.
+        """
         is_search = self.env_class == SEARCH
         record = {
             "turns": [turn.record(is_search) for turn in self.turns],
@@ -318,23 +339,4 @@ class Trajectory:
                 "env_seconds_init": self.seconds[0],
                 "env_seconds_step": self.seconds[1],
             }
-        if self.kept_env is not None and self.finish_reason == KEPT:
-            record["kept"] = {"env": self.kept_env, "prompt_ids": self.prompt_ids}
         return record
-
-
-@dataclass(eq=False)
-class PendingStep:
-    """A turn that its environment is at work on, or an environment that is being made.
-
-    Attributes:
-        trajectory: The trajectory that waits.
-        future: The work under way.
-        due: The engine step at which the outcome joins, with a fixed delay.
-        outcome: Function that returns the outcome of the future when it is done.
-    """
-
-    trajectory: Trajectory
-    future: Future[Any]
-    due: int
-    outcome: Callable[[Future[Any]], BaseTextEnvStepOutput | Episode] = Future.result

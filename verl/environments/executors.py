@@ -58,8 +58,8 @@ CLOSE_SECONDS = 10.0  # the time for closing all episodes of a run that ends in 
 
 
 @dataclass(eq=False)
-class Episode:
-    """An environment in use.
+class EnvironmentHandle:
+    """A handle of an environment in use.
 
     Attributes:
         env: The environment. None before it is made and after its end.
@@ -235,7 +235,7 @@ class EnvironmentRunner:
         max_turns: int,
         num_turns: int = 0,
         state: bytes | None = None,
-    ) -> Episode | Future[Episode]:
+    ) -> EnvironmentHandle | Future[EnvironmentHandle]:
         """Make an environment for an episode, and return the episode or a future of it.
 
         Args:
@@ -245,9 +245,9 @@ class EnvironmentRunner:
             num_turns: The number of turns behind a stateless environment that goes on.
             state: The result of `pickle_env` for an environment that goes on, or None for a new one.
         """
-        episode = Episode()
+        episode = EnvironmentHandle()
 
-        async def begin() -> Episode:
+        async def begin() -> EnvironmentHandle:
             started = time.perf_counter()
             if state is None:
                 kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
@@ -270,7 +270,7 @@ class EnvironmentRunner:
             episode.seconds_init = time.perf_counter() - started
             return episode
 
-        def check(opened: Future[Episode]) -> None:
+        def check(opened: Future[EnvironmentHandle]) -> None:
             if opened.cancelled() or opened.exception() is not None:
                 self.close(episode)
 
@@ -286,7 +286,7 @@ class EnvironmentRunner:
         opened.add_done_callback(check)
         return opened
 
-    def step_many(self, episodes: Sequence[Episode], actions: Sequence[str]) -> list[StepResult]:
+    def step_many(self, episodes: Sequence[EnvironmentHandle], actions: Sequence[str]) -> list[StepResult]:
         """Take an action in each episode, and return an output, a future of one, or an error for each."""
         if self._steps_many is not None:
             try:
@@ -300,7 +300,7 @@ class EnvironmentRunner:
                 return results
         return [self._step(episode, action) for episode, action in zip(episodes, actions, strict=True)]
 
-    def _step(self, episode: Episode, action: str) -> StepResult:
+    def _step(self, episode: EnvironmentHandle, action: str) -> StepResult:
         async def take() -> BaseTextEnvStepOutput:
             started = time.perf_counter()
             try:
@@ -314,7 +314,7 @@ class EnvironmentRunner:
         except Exception as error:  # a user's environment may raise anything
             return error
 
-    def pickle_env(self, episode: Episode) -> bytes | None:
+    def pickle_env(self, episode: EnvironmentHandle) -> bytes | None:
         """Return the pickled environment for a later `open`, or None if it can't be kept.
 
         An environment can't be kept while a call of it is under way, or if it can't be pickled.
@@ -324,7 +324,7 @@ class EnvironmentRunner:
                 return pickle.dumps(episode.env)
         return None
 
-    def close(self, episode: Episode) -> None:
+    def close(self, episode: EnvironmentHandle) -> None:
         """End an episode, after the call that is under way."""
         if self._needs_no_close:  # This holds for most episodes, as they are searches.
             episode.env = None
@@ -350,7 +350,7 @@ class EnvironmentRunner:
         else:
             episode.under_way.add_done_callback(begin)
 
-    def _submit(self, episode: Episode, call: Call) -> Future[Any]:
+    def _submit(self, episode: EnvironmentHandle, call: Call) -> Future[Any]:
         if self.executor_kind == "inline":
             future: Future[Any] = Future()
             attempt(future, call)
@@ -358,7 +358,7 @@ class EnvironmentRunner:
         episode.under_way = self.calls[self.executor_kind].submit(call, self.timeout, episode.turn)
         return episode.under_way
 
-    async def _end(self, episode: Episode) -> None:
+    async def _end(self, episode: EnvironmentHandle) -> None:
         """Close an environment if it was made, and only once."""
         with self._lock:
             env = episode.env

@@ -116,13 +116,11 @@ def rollouts(
                     [rollout_seed(evaluation_settings.seed, rollout_id) for rollout_id in new_rollout_ids]
                 )
                 batch = with_seeds(prompt_batch(rows, "evaluation"), seeds, **sampling)
-                trajectories = agent.trajectories(batch)
-                params = agent.sampling_params(batch.meta_info)
-                for rollout_id, row, trajectory in zip(new_rollout_ids, rows, trajectories, strict=True):
-                    trajectory.row = next(numbers)
-                    trajectory.params = params
-                    live[trajectory.row] = rollout_id, row, time.perf_counter()
-                service.add(trajectories)
+                row_numbers = [next(numbers) for _ in rows]
+                episodes = agent.episodes(batch, row_numbers, agent.sampling_params(batch.meta_info))
+                for rollout_id, row, row_number in zip(new_rollout_ids, rows, row_numbers, strict=True):
+                    live[row_number] = rollout_id, row, time.perf_counter()
+                service.add(episodes)
             service.advance()
             if ended := service.take_finished():
                 now = time.perf_counter()

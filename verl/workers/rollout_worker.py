@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from verl.agent.agent import EnvironmentAgent
+from verl.agent.agent import EnvironmentAgent, kept_environments
 from verl.agent.engine_load import EngineLoad
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
@@ -45,6 +45,7 @@ from verl.workers.rollout.build import EngineRequest, build_rollout_engine, devi
 JOIN_SECONDS = 10.0
 MEMBER = "member"  # column: the row's number in its group
 Job = Callable[[], None]
+SubmittedRow = tuple[Trajectory, dict[str, Any]]  # with the columns that it came with
 
 
 class RolloutFailed(EngineUnavailable):
@@ -80,7 +81,9 @@ class RolloutWorker(Worker):
         self._orders: SimpleQueue[Job] = SimpleQueue()  # jobs that the loop is to run
         self._bell: Future[None] = Future()  # is set when there is an order
         self._over = threading.Condition()  # guards `_ended` and `_failure`
-        self._ended: list[Trajectory] = []  # finished trajectories that `poll` returns
+        # The columns of the rows that were submitted and have not ended. The loop's thread alone uses it.
+        self._columns: dict[int, dict[str, Any]] = {}
+        self._ended: list[SubmittedRow] = []  # rows that have ended, for `poll`
         self._asked: dict[Future[list[Trajectory]], list[Trajectory]] = {}  # those of `generate_sequences`
         self._rows = count()
         self._failure = ""
@@ -178,8 +181,10 @@ class RolloutWorker(Worker):
         """End the rows of these groups. `poll` may still return those that have ended already."""
 
         def end() -> None:
-            live = self.service.live.items()
-            self.service.cancel([row for row, trajectory in live if trajectory.columns.get("uid") in uids])
+            rows = [row for row, columns in self._columns.items() if columns.get("uid") in uids]
+            self.service.cancel(rows)
+            for row in rows:
+                del self._columns[row]
 
         self._order(end)
 
@@ -192,7 +197,11 @@ class RolloutWorker(Worker):
         result: Future[DataProto | None] = Future()
 
         def note() -> None:
-            running = [trajectory for trajectory in self.service.snapshot() if trajectory.columns]
+            running = [
+                (trajectory, self._columns[trajectory.row])
+                for trajectory in self.service.snapshot()
+                if trajectory.row in self._columns
+            ]
             result.set_result(self._batch([*self._ended, *running]))
 
         self._order(note)
@@ -305,17 +314,17 @@ class RolloutWorker(Worker):
             self.service.end()
 
     def _begin(self, rows: DataProto, done: Future[list[Trajectory]] | None = None) -> None:
-        trajectories = self.agent.trajectories(rows)
-        params = self.agent.sampling_params(rows.meta_info)
-        columns = {name: column for name, column in rows.non_tensor_batch.items() if name != "continuation"}
-        for index, trajectory in enumerate(trajectories):
-            trajectory.row = next(self._rows)
-            trajectory.params = params
-            if done is None:
-                trajectory.columns = {name: column[index] for name, column in columns.items()}
-        if done is not None:
-            self._asked[done] = trajectories
-        self.service.add(trajectories)
+        numbers = [next(self._rows) for _ in range(len(rows))]
+        episodes = self.agent.episodes(rows, numbers, self.agent.sampling_params(rows.meta_info))
+        if done is None:
+            columns = {
+                name: column for name, column in rows.non_tensor_batch.items() if name != "continuation"
+            }
+            for index, number in enumerate(numbers):
+                self._columns[number] = {name: column[index] for name, column in columns.items()}
+        else:
+            self._asked[done] = [episode.trajectory for episode in episodes]
+        self.service.add(episodes, kept_environments(rows, numbers))
 
     def _give_out(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
@@ -325,11 +334,15 @@ class RolloutWorker(Worker):
             if all(trajectory.finish_reason for trajectory in requested):
                 done.set_result(self._asked.pop(done))
         with self._over:
-            self._ended += [trajectory for trajectory in trajectories if trajectory.columns]
+            for trajectory in trajectories:
+                if trajectory.row in self._columns:
+                    self._ended.append((trajectory, self._columns.pop(trajectory.row)))
             self._over.notify_all()
 
-    def _batch(self, rows: Sequence[Trajectory]) -> DataProto | None:
+    def _batch(self, rows: Sequence[SubmittedRow]) -> DataProto | None:
         if not rows:
             return None
-        names = [name for name in rows[0].columns if name != "episode"]
-        return self.agent.batch(rows, {name: [row.columns[name] for row in rows] for name in names}, {})
+        trajectories = [trajectory for trajectory, _ in rows]
+        names = [name for name in rows[0][1] if name != "episode"]
+        columns = {name: [row_columns[name] for _, row_columns in rows] for name in names}
+        return self.agent.batch(trajectories, columns, {}, self.service.kept_environments)
