@@ -1,15 +1,24 @@
 """The loop over sessions: the policy writes a turn, its environment takes it, the policy goes on.
 
-    open -> engine.step -> Completion -> the environment takes the turn --done--> finished
-                ^                           |            |
-                |                           |            +-- under way (a search, a thread, a process) --+
-                +-- resume with the tokens -+<-------------------------- its observation ----------------+
+Each row is an `Episode`, whose states and events are drawn in `episode.py`. This is how the loop moves it:
 
-There is no turn barrier: a trajectory goes on as soon as its observation arrives, while the others decode.
-At most `max_in_flight` trajectories are under way. As they end, the next ones start, in the order of their
+    state      the loop waits for                 then calls                          and the state becomes
+    PENDING    room among `max_in_flight`         `_start_pending`: runner.open       OPENING
+    OPENING    the environment that is made       `_start_episode`                    DECODING (`_start_turn`)
+    DECODING   the engine's Completion            `_end_turns`                        STEP_DUE
+    STEP_DUE   nothing                            `_step_environments`: step_many     STEPPING
+    STEPPING   the environment's output           `_handle_output`                    DECODING (`_start_turn`)
+    any        -                                  `_finish`                           ENDED
+
+An environment or an output that is there at once is handled at once. Otherwise it is in `waiting` until
+`_handle_arrivals` sees it. An episode that was kept with a turn at its environment goes from OPENING to
+STEP_DUE. `TrajectoryService` can hold a turn back before it starts (HELD).
+
+There is no turn barrier: an episode goes on as soon as its observation arrives, while the others decode.
+At most `max_in_flight` episodes are under way. As they end, the next ones start, in the order of their
 rows. If a group is late (`stragglers.py`), its unfinished members are cut. They end as "cut", without a token
-to learn from, or as "kept". A failure of an environment ends its own trajectory, which is masked, and no
-other.
+to learn from, or as "kept". A failure of an environment ends its own episode, whose trajectory is masked, and
+no other.
 """
 
 from __future__ import annotations
@@ -24,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl.agent.engine_load import EngineLoad
-from verl.agent.episode import Episode, PendingWork
+from verl.agent.episode import Episode, EpisodeEvent, PendingWork
 from verl.agent.stragglers import StragglerWatch
 from verl.agent.trajectory import KEPT, Trajectory, Turn
 from verl.data.rl_dataset import cut_prompt
@@ -68,21 +77,17 @@ class LoopEvent:
 
 
 class TrajectoryLoop:
-    """The loop that runs trajectories on the sessions of one engine.
+    """The loop that runs episodes on the sessions of one engine.
 
-    It knows which session runs which trajectory, which actions are under way, and which trajectories have
-    still to start. A trajectory moves through these states:
-
-        state          event, and the method that handles it          next state
-        pending        there is room: `_start_pending` opens its      waiting, or running (`_start_episode`)
-                       environment
-        running        the engine ends the turn: `_handle`            ready_to_step
-        ready_to_step  `_step_environments` passes the turn to the    waiting, or running (`_handle_output`)
-                       environment
-        waiting        the environment or its observation arrives:    running (`_start_episode`,
-                       `_handle_arrivals`                             `_handle_output`)
-        any            it is done, has no room, fails or is cut:      ended
-                       `_finish`
+    Attributes:
+        live: The episodes, by row.
+        pending: Those in PENDING, in the order in which they start.
+        sessions: Those that have a session of the engine, by its id.
+        ready_to_step: Those in STEP_DUE.
+        waiting: The work that those in OPENING and STEPPING wait for, by row.
+        num_in_flight: The number of episodes that are neither in PENDING nor in ENDED.
+        ended: Handles of environments that are closed or being closed, with their trajectories.
+        unstarted: Sessions without a token so far, in the order of opening. Only with `watch`.
     """
 
     def __init__(
@@ -123,11 +128,11 @@ class TrajectoryLoop:
         self.engine_load = EngineLoad(self.engine)
         self.pending = deque(episode for episode in episodes if not episode.trajectory.finish_reason)
         self.sessions: dict[int, Episode] = {}
-        self.waiting: dict[int, PendingWork] = {}  # by row
-        self.ready_to_step: list[Episode] = []  # their environments have still to take their last turn
+        self.waiting: dict[int, PendingWork] = {}
+        self.ready_to_step: list[Episode] = []
         self.ended: list[tuple[Trajectory, EnvironmentHandle]] = []
         self.watch: StragglerWatch | None = None
-        self.unstarted: deque[int] = deque()  # sessions without a token so far, in the order of opening
+        self.unstarted: deque[int] = deque()
         if groups is not None and self.config.straggler_factor is not None:
             self.watch = StragglerWatch(self.config.straggler_factor, groups)
             for episode in episodes:
@@ -157,7 +162,7 @@ class TrajectoryLoop:
                     text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
                     if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
                         self._show(episode, text)
-            self._handle(completions)
+            self._end_turns(completions)
         elif self.waiting:
             self._wait(news)
         else:
@@ -189,10 +194,12 @@ class TrajectoryLoop:
         self.ended.clear()
 
     def _start_pending(self) -> None:
+        """Open the environments of the next episodes, as many as there is room for."""
         limit = self.config.max_in_flight or math.inf
         while self.pending and self.num_in_flight < limit:
             episode = self.pending.popleft()
             trajectory = episode.trajectory
+            episode.handle_event(EpisodeEvent.ADMITTED)
             self.num_in_flight += 1
             num_turns = len(trajectory.turns) - trajectory.is_at_environment
             env = self.kept_environments.get(trajectory.row)
@@ -213,7 +220,8 @@ class TrajectoryLoop:
         trajectory = episode.trajectory
         episode.handle = handle
         self.kept_environments.pop(trajectory.row, None)
-        if trajectory.is_at_environment:  # it was kept in this state
+        if trajectory.is_at_environment:
+            episode.handle_event(EpisodeEvent.TURN_RESTORED)
             self._note_start(trajectory)
             self.ready_to_step.append(episode)
             return
@@ -224,8 +232,8 @@ class TrajectoryLoop:
             trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
         self._start_turn(episode)
 
-    def _handle(self, completions: list[Completion]) -> None:
-        """Record the turns that ended in one step and pass them to their environments."""
+    def _end_turns(self, completions: list[Completion]) -> None:
+        """Record the turns that the engine ended in one step, and pass them to their environments."""
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].trajectory.row):
             episode = self.sessions[completion.session_id]
             trajectory = episode.trajectory
@@ -240,6 +248,7 @@ class TrajectoryLoop:
             episode.num_chars_shown = 0
             trajectory.stopped_by = completion.finish_reason
             trajectory.turns.append(Turn("step", text, start, end, version_first=version))
+            episode.handle_event(EpisodeEvent.TURN_ENDED)
             self.ready_to_step.append(episode)
         self._step_environments()
 
@@ -252,6 +261,7 @@ class TrajectoryLoop:
         self.ready_to_step = []
         by_class: dict[str, list[Episode]] = {}
         for episode in ready_to_step:
+            episode.handle_event(EpisodeEvent.STEP_STARTED)
             by_class.setdefault(episode.trajectory.env_class, []).append(episode)
         results: dict[int, StepResult] = {}
         for env_class, members in by_class.items():
@@ -408,6 +418,7 @@ class TrajectoryLoop:
             return
         if token_ids is not None:
             trajectory.add_observation(token_ids)
+        episode.handle_event(EpisodeEvent.TURN_STARTED)
         assert episode.handle is not None
         goes_on = episode.session_id is not None and token_ids is not None
         # Otherwise its seed is new, and nothing was drawn with it.
@@ -432,6 +443,7 @@ class TrajectoryLoop:
     def _finish(self, episode: Episode, reason: str) -> None:
         """End an episode: its session, its environment and its trajectory."""
         trajectory = episode.trajectory
+        episode.handle_event(EpisodeEvent.FINISHED)
         trajectory.finish_reason = reason
         trajectory.room = self.max_context - trajectory.num_tokens
         self.num_in_flight -= 1

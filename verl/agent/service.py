@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from verl.agent.agent import EnvironmentAgent
-from verl.agent.episode import Episode
+from verl.agent.episode import Episode, EpisodeEvent
 from verl.agent.loop import TrajectoryLoop
 from verl.agent.trajectory import KEPT, Trajectory
 
@@ -113,6 +113,7 @@ class TrajectoryService(TrajectoryLoop):
         if self._waiting_weights is None:
             super()._start_turn(episode, token_ids)
         else:
+            episode.handle_event(EpisodeEvent.TURN_HELD)
             self._held_turns.append((episode, token_ids))
 
     def snapshot(self) -> list[Trajectory]:
