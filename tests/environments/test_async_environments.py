@@ -107,7 +107,7 @@ def test_any_number_of_them_wait_at_once_and_each_is_closed_once(stage):
     assert all(future.result(5)["done"] for future in runner.step_many(episodes, ["0.2"] * 300))
     for episode in episodes:
         runner.close(episode)
-    environments.wait_for_ends()
+    environments.wait_until_closed()
     assert time.perf_counter() - started < 3  # one after another they take 60 s
     assert sorted(name for name in closed if "stepped" not in name) == sorted(names)
     assert episodes[0].metrics == {"seen": 1} and episodes[0].seconds_step >= 0.2
@@ -139,7 +139,7 @@ def test_one_that_is_cut_in_its_step_is_closed_after_it(stage):
     time.sleep(0.05)
     assert step.cancel()
     runner.close(episode)
-    environments.wait_for_ends()
+    environments.wait_until_closed()
     assert closed == ["a stepped", "a"]
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_ends_in_haste_closes_what_waits_and_what_is_being_made(stage
     started = time.perf_counter()
     environments.fail_pending_calls()
     runner.close(episode)
-    environments.wait_for_ends(5.0)
+    environments.wait_until_closed(5.0)
     wait([step, making], 5)
     until(lambda: len(closed) >= 3)
     assert sorted(closed) == ["a", "a stepped", "slow start"] and time.perf_counter() - started < 3
@@ -169,7 +169,7 @@ def test_they_need_an_event_loop_which_a_process_has(stage):
     assert step.result(5)["done"] and episode.messages == [{"role": "user", "content": "a"}]
     assert "SystemExit: 3" in str(runner.step_many([episode], ["exit"])[0].exception(5))
     runner.close(episode)
-    environments.wait_for_ends()
+    environments.wait_until_closed()
     assert episode.metrics == {"seen": 1} and closed == []
 
 
@@ -225,7 +225,7 @@ def test_a_step_that_can_not_be_cancelled_is_given_up_and_others_go_on(stage, ac
         step.result(5)
     runner.close(episode)
     started = time.perf_counter()
-    environments.wait_for_ends()
+    environments.wait_until_closed()
     assert time.perf_counter() - started < 5
     assert opened(runner, "b")[0].messages
     Stuck.go.set()
@@ -240,7 +240,7 @@ def test_an_end_in_haste_closes_all_episodes_that_are_at_nothing(stage, name):
     environments.fail_pending_calls()
     for episode in episodes:
         runner.close(episode)
-    environments.wait_for_ends(5.0)
+    environments.wait_until_closed(5.0)
     assert len(closed) == 40
 
 
@@ -275,7 +275,7 @@ def test_an_episode_that_can_not_be_made_does_not_close_the_one_before(stage):
     for extras, metrics in (({"name": "a"}, {"seen": 1}), ({}, {})):
         with suppress(KeyError):
             handle_request("make", Waits, {"extras": extras})
-        assert handle_request("finish") == metrics and closed == ["a"]
+        assert handle_request("close") == metrics and closed == ["a"]
 
 
 def test_a_nursery_that_hangs_in_an_import_or_has_died_holds_up_nothing(tmp_path, monkeypatch):

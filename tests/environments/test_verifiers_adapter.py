@@ -143,6 +143,6 @@ def test_the_event_loop_and_a_process_run_it(executor):
     texts = [runner.step_many([episode], [text])[0].result(20)["observations"] for text in ("1", "4")]
     assert texts == [[{"role": "user", "content": "higher"}], []]
     runner.close(episode)
-    environments.wait_for_ends()
+    environments.wait_until_closed()
     assert episode.metrics["solved"] == 1.0
     environments.close()

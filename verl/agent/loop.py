@@ -183,7 +183,7 @@ class TrajectoryLoop:
             self.environments.fail_pending_calls()
         for episode in self.live.values():
             self._close(episode)
-        self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
+        self.environments.wait_until_closed(CLOSE_SECONDS if in_haste else None)
         self.note_ends()
 
     def note_ends(self) -> None:

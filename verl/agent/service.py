@@ -57,7 +57,7 @@ class TrajectoryService(TrajectoryLoop):
         """
         if len(self.live) == self.num_in_flight + len(self.pending):
             return []
-        self.environments.wait_for_ends()
+        self.environments.wait_until_closed()
         self.note_ends()
         trajectories = [episode.trajectory for episode in self.live.values()]
         finished = [trajectory for trajectory in trajectories if trajectory.finish_reason]

@@ -3,11 +3,15 @@
 Environments run in the loop's own thread, in other threads, or in processes that can be killed. If their
 `step` is a coroutine function, they run in an event loop.
 
-    stage = Environments(block, env_config)                      of one process
-    runner = stage["maze"]
-    episode = runner.open(extras, prompt, max_turns)             or a Future of it
-    results = runner.step_many([episode, ...], [text, ...])      each an output, a Future of one, or an error
-    runner.close(episode)                                        once, whatever happened
+    environments = Environments(block, env_config)               of one process
+    runner = environments["maze"]
+    handle = runner.open(extras, prompt, max_turns)              or a Future of it
+    results = runner.step_many([handle, ...], [text, ...])       each an output, a Future of one, or an error
+    runner.close(handle)                                         once, whatever happened
+
+An environment is opened (made, and its `init` called), stepped and closed (its metrics read, and its `close`
+called). `EnvironmentRunner` has two methods for each act: the public one says where the act runs, and the
+coroutine beside it (`_open_environment`, `_step_environment`, `_close_environment`) is the act itself.
 
 With `environment.executor=auto` the class's `runs` decides. Threads and coroutines wait for others. At most
 `max_workers` threads do so at a time: that many cost little, and fewer would hold up a batch. The number of
@@ -54,7 +58,7 @@ from verl.verifiers.workers import CheckFailed, KillableProcess, KillableWorkers
 
 StepResult = BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | ActionUnderWay | Exception
 MOST_COMPUTING = 32
-CLOSE_SECONDS = 10.0  # the time for closing all episodes of a run that ends in haste
+CLOSE_SECONDS = 10.0  # the time for closing all environments of a run that ends in haste
 
 
 @dataclass(eq=False)
@@ -69,8 +73,8 @@ class EnvironmentHandle:
         seconds_step: The seconds in all calls of `step`, without the wait for a thread.
         metrics: The result of `get_metrics`, once the environment is closed.
         under_way: The future of the last call, which may still be under way. None if there is none.
-        is_over: Whether the episode has ended. An environment that is made after that is closed at once.
-        turn: A lock that lets one coroutine run at a time.
+        is_closed: Whether it was closed. An environment that is made after that is closed at once.
+        lock: A lock that lets one coroutine run at a time.
     """
 
     env: Any = None
@@ -80,8 +84,8 @@ class EnvironmentHandle:
     seconds_step: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
     under_way: Future[Any] | None = None
-    is_over: bool = False
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_closed: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 async def close_and_collect_metrics(env: Any, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +109,8 @@ def handle_request(method: str, *arguments: Any) -> Any:
     The process runs this function for each call.
 
     Args:
-        method: "import" for a module, "make" for the environment, "finish" to close it, or the name of one of
-            its methods.
+        method: "import" for a module, "make" for the environment, "close" to close it and return its metrics,
+            or the name of one of its methods.
         arguments: The arguments of that call.
     """
     global _env
@@ -118,7 +122,7 @@ def handle_request(method: str, *arguments: Any) -> Any:
         _env = None  # if the next line fails, the environment before is not closed again
         _env = make_environment(*arguments)
         return None
-    if method == "finish":
+    if method == "close":
         env = _env
         _env = None
         result = close_and_collect_metrics(env, {})
@@ -133,17 +137,22 @@ class ProcessEnvironment:
     def __init__(self, workers: KillableWorkers, cls: Callable[..., Any], /, **kwargs: Any) -> None:
         self.workers = workers
         self.arguments = (cls, kwargs)
-        self.is_busy = self.is_over = False
+        self.is_busy = False
+        self.is_closed = False
         stop = getattr(cls, "stop", ())
         self.stop = stop if isinstance(stop, tuple | list) else ()
         self.process: KillableProcess | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the environment in its process.
+
+        Raises EpisodeFailed if the method raised, or if the process was killed or can't be started.
+        """
         self.is_busy = True
         try:
             if self.process is None:
                 self.process = self.workers.take()
-                if self.is_over:  # the process has started too late
+                if self.is_closed:  # the process has started too late
                     self.process.kill()
                 self.process.call("make", *self.arguments)
             return self.process.call(method, *arguments)
@@ -158,7 +167,7 @@ class ProcessEnvironment:
 
     def kill_if_busy(self) -> None:
         """Kill the process if it is in a call, or else as soon as it has started."""
-        self.is_over = True
+        self.is_closed = True
         if self.process is not None and self.is_busy:
             self.process.kill()
 
@@ -170,7 +179,7 @@ class ProcessEnvironment:
         metrics: dict[str, Any] = {}
         if not self.is_busy and self.process is not None and self.process.is_alive:
             try:
-                metrics = self.call("finish")
+                metrics = self.call("close")
             finally:
                 self.workers.give_back(self.process)
         return metrics
@@ -226,7 +235,7 @@ class EnvironmentRunner:
             self._cls = partial(ProcessEnvironment, self.workers, cls)
         self._has_complained = False
         self._lock = threading.Lock()
-        self.closing: set[Future[None]] = set()  # one future for each episode that is being closed
+        self.closing: set[Future[None]] = set()  # one future for each environment that is being closed
 
     def open(
         self,
@@ -236,7 +245,7 @@ class EnvironmentRunner:
         num_turns: int = 0,
         state: bytes | None = None,
     ) -> EnvironmentHandle | Future[EnvironmentHandle]:
-        """Make an environment for an episode, and return the episode or a future of it.
+        """Open an environment for an episode, and return its handle or a future of it.
 
         Args:
             row: The columns of the row.
@@ -245,127 +254,144 @@ class EnvironmentRunner:
             num_turns: The number of turns behind a stateless environment that goes on.
             state: The result of `pickle_env` for an environment that goes on, or None for a new one.
         """
-        episode = EnvironmentHandle()
-
-        async def begin() -> EnvironmentHandle:
-            started = time.perf_counter()
-            if state is None:
-                kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
-                env = make_environment(self._cls, kwargs)
-                if num_turns:
-                    env.turns = num_turns
-            else:
-                env = pickle.loads(state)
-            check_stop(getattr(env, "stop", ()))
-            episode.env = env
-            if episode.is_over:  # making the environment took too long
-                await self._end(episode)
-            elif self._has_init and state is None:
-                shown = await await_if_needed(env.init(prompt))
-                is_pair = isinstance(shown, tuple | list) and len(shown) == 2
-                if not is_pair or not isinstance(shown[0], tuple | list):
-                    raise EpisodeFailed(f"init returned {shown!r:.200}; expected (messages, information)")
-                episode.messages = list(shown[0])
-            episode.stop = tuple(getattr(env, "stop", ()))
-            episode.seconds_init = time.perf_counter() - started
-            return episode
-
-        def check(opened: Future[EnvironmentHandle]) -> None:
-            if opened.cancelled() or opened.exception() is not None:
-                self.close(episode)
-
+        handle = EnvironmentHandle()
+        call = partial(self._open_environment, handle, row, prompt, max_turns, num_turns, state)
         if self.workers is not None and not self._has_init:
-            return run_without_waiting(begin())
+            return run_without_waiting(call())
         if self.executor_kind == "inline":
             try:
-                return run_in_this_thread(begin)
+                return run_in_this_thread(call)
             except Exception:
-                self.close(episode)
+                self.close(handle)
                 raise
-        opened = self._submit(episode, begin)
-        opened.add_done_callback(check)
+        opened = self._submit(handle, call)
+        opened.add_done_callback(partial(self._close_if_failed, handle))
         return opened
 
-    def step_many(self, episodes: Sequence[EnvironmentHandle], actions: Sequence[str]) -> list[StepResult]:
-        """Take an action in each episode, and return an output, a future of one, or an error for each."""
+    async def _open_environment(
+        self,
+        handle: EnvironmentHandle,
+        row: Mapping[str, Any],
+        prompt: Any,
+        max_turns: int,
+        num_turns: int,
+        state: bytes | None,
+    ) -> EnvironmentHandle:
+        """Make the environment of a handle, or unpickle it, and call its `init`."""
+        started = time.perf_counter()
+        if state is None:
+            kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
+            env = make_environment(self._cls, kwargs)
+            if num_turns:
+                env.turns = num_turns
+        else:
+            env = pickle.loads(state)
+        check_stop(getattr(env, "stop", ()))
+        handle.env = env
+        if handle.is_closed:  # making the environment took too long
+            await self._close_environment(handle)
+        elif self._has_init and state is None:
+            shown = await await_if_needed(env.init(prompt))
+            is_pair = isinstance(shown, tuple | list) and len(shown) == 2
+            if not is_pair or not isinstance(shown[0], tuple | list):
+                raise EpisodeFailed(f"init returned {shown!r:.200}; expected (messages, information)")
+            handle.messages = list(shown[0])
+        handle.stop = tuple(getattr(env, "stop", ()))
+        handle.seconds_init = time.perf_counter() - started
+        return handle
+
+    def _close_if_failed(self, handle: EnvironmentHandle, opened: Future[EnvironmentHandle]) -> None:
+        """Close what is there of an environment that could not be opened."""
+        if opened.cancelled() or opened.exception() is not None:
+            self.close(handle)
+
+    def step_many(self, handles: Sequence[EnvironmentHandle], actions: Sequence[str]) -> list[StepResult]:
+        """Step environments, and return an output, a future of one, or an error for each."""
         if self._steps_many is not None:
             try:
-                results = self._steps_many([episode.env for episode in episodes], actions)
+                results = self._steps_many([handle.env for handle in handles], actions)
             except Exception as error:  # a user's environment may raise anything
-                results = [error] * len(episodes)
+                results = [error] * len(handles)
             if results is not None:
-                for episode, result in zip(episodes, results, strict=True):
+                for handle, result in zip(handles, results, strict=True):
                     future = result.future if isinstance(result, ActionUnderWay) else result
-                    episode.under_way = future if isinstance(future, Future) else None
+                    handle.under_way = future if isinstance(future, Future) else None
                 return results
-        return [self._step(episode, action) for episode, action in zip(episodes, actions, strict=True)]
+        return [self._step(handle, action) for handle, action in zip(handles, actions, strict=True)]
 
-    def _step(self, episode: EnvironmentHandle, action: str) -> StepResult:
-        async def take() -> BaseTextEnvStepOutput:
-            started = time.perf_counter()
-            try:
-                return await await_if_needed(episode.env.step(action))
-            finally:
-                episode.stop = tuple(getattr(episode.env, "stop", ()))  # `stop` may change from turn to turn
-                episode.seconds_step += time.perf_counter() - started
-
+    def _step(self, handle: EnvironmentHandle, action: str) -> StepResult:
+        """Step one environment whose class has no `step_many`."""
+        call = partial(self._step_environment, handle, action)
         try:
-            return run_in_this_thread(take) if self.executor_kind == "inline" else self._submit(episode, take)
+            return run_in_this_thread(call) if self.executor_kind == "inline" else self._submit(handle, call)
         except Exception as error:  # a user's environment may raise anything
             return error
 
-    def pickle_env(self, episode: EnvironmentHandle) -> bytes | None:
+    async def _step_environment(self, handle: EnvironmentHandle, action: str) -> BaseTextEnvStepOutput:
+        """Call the `step` of an environment, and note its time and the stop strings after it."""
+        started = time.perf_counter()
+        try:
+            return await await_if_needed(handle.env.step(action))
+        finally:
+            handle.stop = tuple(getattr(handle.env, "stop", ()))  # `stop` may change from turn to turn
+            handle.seconds_step += time.perf_counter() - started
+
+    def pickle_env(self, handle: EnvironmentHandle) -> bytes | None:
         """Return the pickled environment for a later `open`, or None if it can't be kept.
 
         An environment can't be kept while a call of it is under way, or if it can't be pickled.
         """
         with suppress(Exception):  # pickling raises exceptions of all kinds
-            if episode.under_way is None or episode.under_way.done():
-                return pickle.dumps(episode.env)
+            if handle.under_way is None or handle.under_way.done():
+                return pickle.dumps(handle.env)
         return None
 
-    def close(self, episode: EnvironmentHandle) -> None:
-        """End an episode, after the call that is under way."""
+    def close(self, handle: EnvironmentHandle) -> None:
+        """Close an environment, after the call that is under way."""
         if self._needs_no_close:  # This holds for most episodes, as they are searches.
-            episode.env = None
-            episode.is_over = True
+            handle.env = None
+            handle.is_closed = True
             return
-        ended: Future[None] = Future()
-        self.closing.add(ended)
-        ended.add_done_callback(self.closing.discard)
-
-        def begin(_: object = None) -> None:
-            if isinstance(episode.env, ProcessEnvironment):
-                episode.env.kill_if_busy()  # at once, because the end may wait for a thread
-            self._submit(episode, lambda: self._end(episode)).add_done_callback(end)
-
-        def end(job: Future[None]) -> None:
-            if (error := job.exception()) is not None and not self._has_complained:
-                self._has_complained = True
-                print(f"note: environment {self.env_class}: the end of an episode failed: {error!r}")
-            ended.set_result(None)
-
-        if episode.under_way is None or self.executor_kind == "inline":
-            begin()
+        closed: Future[None] = Future()
+        self.closing.add(closed)
+        closed.add_done_callback(self.closing.discard)
+        if handle.under_way is None or self.executor_kind == "inline":
+            self._submit_close(handle, closed)
         else:
-            episode.under_way.add_done_callback(begin)
+            handle.under_way.add_done_callback(lambda _: self._submit_close(handle, closed))
 
-    def _submit(self, episode: EnvironmentHandle, call: Call) -> Future[Any]:
+    def _submit_close(self, handle: EnvironmentHandle, closed: Future[None]) -> None:
+        """Have an environment closed, and set `closed` afterwards."""
+        if isinstance(handle.env, ProcessEnvironment):
+            handle.env.kill_if_busy()  # at once, because closing may wait for a thread
+        call = self._submit(handle, partial(self._close_environment, handle))
+        call.add_done_callback(partial(self._report_close, closed))
+
+    async def _close_environment(self, handle: EnvironmentHandle) -> None:
+        """Close an environment if it was made, and only once."""
+        with self._lock:
+            env = handle.env
+            handle.env = None
+            handle.is_closed = True
+        if env is not None:
+            await close_and_collect_metrics(env, handle.metrics)
+
+    def _report_close(self, closed: Future[None], call: Future[None]) -> None:
+        """Print the first error of a `close`, and set `closed`."""
+        error = call.exception()
+        if error is not None and not self._has_complained:
+            self._has_complained = True
+            print(f"note: environment {self.env_class}: the end of an episode failed: {error!r}")
+        closed.set_result(None)
+
+    def _submit(self, handle: EnvironmentHandle, call: Call) -> Future[Any]:
+        """Run a call of an environment where its calls run, and return a future of the result."""
         if self.executor_kind == "inline":
             future: Future[Any] = Future()
             attempt(future, call)
             return future
-        episode.under_way = self.calls[self.executor_kind].submit(call, self.timeout, episode.turn)
-        return episode.under_way
-
-    async def _end(self, episode: EnvironmentHandle) -> None:
-        """Close an environment if it was made, and only once."""
-        with self._lock:
-            env = episode.env
-            episode.env = None
-            episode.is_over = True
-        if env is not None:
-            await close_and_collect_metrics(env, episode.metrics)
+        handle.under_way = self.calls[self.executor_kind].submit(call, self.timeout, handle.lock)
+        return handle.under_way
 
 
 class Environments:
@@ -396,19 +422,22 @@ class Environments:
     def fail_pending_calls(self) -> None:
         """Fail every call that is under way.
 
-        Use this before you close episodes in haste.
+        Use this before you close environments in haste.
         """
         for calls in self.calls.values():
             calls.fail_pending()
 
-    def wait_for_ends(self, seconds: float | None = None) -> None:
-        """Wait until all episodes that are over are closed, for at most `seconds` if it is given."""
-        wait([end for runner in self._runners.values() for end in list(runner.closing)], seconds)
+    def wait_until_closed(self, seconds: float | None = None) -> None:
+        """Wait for the environments that are being closed, for at most `seconds` if it is given."""
+        closing: list[Future[None]] = []
+        for runner in self._runners.values():
+            closing += list(runner.closing)
+        wait(closing, seconds)
 
     def close(self) -> None:
         """End the threads and processes."""
         self.fail_pending_calls()
-        self.wait_for_ends(CLOSE_SECONDS)
+        self.wait_until_closed(CLOSE_SECONDS)
         for calls in self.calls.values():
             calls.close()
         for runner in self._runners.values():
