@@ -45,7 +45,10 @@ class EpisodeState(Enum):
 
 
 class EpisodeEvent(Enum):
-    """An event that moves an episode from one state to the next."""
+    """An event that moves an episode from one state to the next.
+
+    A `LoopEvent` is something else: it tells a caller's `on_event` what to show.
+    """
 
     ADMITTED = auto()  # there is room: the loop asks for its environment
     TURN_STARTED = auto()  # its environment is ready, or has replied: a session of the engine goes on
