@@ -62,21 +62,35 @@ _MORE_ENTROPY = (
 def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str, str]:
     """Return the line of each sign that a step shows, by the name of the sign.
 
-    A metric that is missing is NaN here, which compares false with every limit.
+    A metric that is missing is NaN, which compares false with every limit.
 
     Args:
         metrics: metrics of the step.
         early: means over the first steps, once they are over.
     """
+    return {
+        **_entropy_signs(metrics, early),
+        **_update_signs(metrics),
+        **_teaching_signs(metrics),
+        **_text_signs(metrics, early),
+    }
 
-    def now(*names: str) -> float:
-        return float(next((metrics[name] for name in names if name in metrics), math.nan))
 
+def _figure(metrics: Mapping[str, float], *names: str) -> float:
+    """Return the first of these metrics that there is, or NaN."""
+    for name in names:
+        if name in metrics:
+            return float(metrics[name])
+    return math.nan
+
+
+def _entropy_signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str, str]:
+    """Return the signs of a policy that is too sure of itself, too random, or far from its reference."""
     seen: dict[str, str] = {}
-    entropy = now("actor/entropy")
-    entropy_first = early.get("actor/entropy", math.nan)
-    score = now("critic/score/mean")
-    score_first = early.get("critic/score/mean", math.nan)
+    entropy = _figure(metrics, "actor/entropy")
+    entropy_first = _figure(early, "actor/entropy")
+    score = _figure(metrics, "critic/score/mean")
+    score_first = _figure(early, "critic/score/mean")
     if entropy < 0.02:  # nats per token; runs that learned the microworld to 0.9 went down to 0.04
         seen["entropy_gone"] = (
             f"the entropy is {entropy:.2g} nats per token: the policy hardly tries anything else any more, "
@@ -96,7 +110,7 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
         )
     # What the policy's text costs the reference is entropy + KL. The KL alone means little: it is also large
     # for a policy that has only become surer of itself.
-    cost = now("actor/ref_kl", "critic/kl") + entropy
+    cost = _figure(metrics, "actor/ref_kl", "critic/kl") + entropy
     if cost > 2 * entropy_first + 0.3 and "entropy_rises" not in seen:
         seen["far_from_reference"] = (
             f"to the reference a token of the policy is worth {cost:.2g} nats, one of its own "
@@ -104,8 +118,14 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
             "exploit the reward. Read some trajectories; try a larger KL coefficient or a smaller learning "
             "rate."
         )
-    moved = abs(now("actor/ppo_kl"))
-    clipped = now("actor/pg_clipfrac")
+    return seen
+
+
+def _update_signs(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the signs of updates that change the policy too much."""
+    seen: dict[str, str] = {}
+    moved = abs(_figure(metrics, "actor/ppo_kl"))
+    clipped = _figure(metrics, "actor/pg_clipfrac")
     if moved > 0.1 or clipped > 0.3:  # nats per token; of all tokens, where a few per cent are usual
         symptom = (
             f"the policy moves by {moved:.2g} nats per token within one step"
@@ -116,39 +136,57 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
             f"{symptom}: its updates are too large. Try a smaller learning rate, or fewer mini-batches or "
             "epochs."
         )
-    highest = now("actor/ratio/max")
-    lowest = now("actor/ratio/min")
+    highest = _figure(metrics, "actor/ratio/max")
+    lowest = _figure(metrics, "actor/ratio/min")
     if highest > 100 or lowest < 0.01:
+        factor = highest if highest > 100 else lowest
         seen["ratio_extreme"] = (
-            f"some token's probability changed by a factor of {highest if highest > 100 else lowest:.2g} "
+            f"some token's probability changed by a factor of {factor:.2g} "
             "within one step: single tokens drive the update. Try a smaller learning rate or grad_clip, or "
             "actor.clip_ratio_c=3 (dual clip)."
         )
-    if (share := now("groups/effective_share")) < 0.2:
+    return seen
+
+
+def _teaching_signs(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the signs of samples that teach nothing, or teach something else than they should."""
+    seen: dict[str, str] = {}
+    score = _figure(metrics, "critic/score/mean")
+    share = _figure(metrics, "groups/effective_share")
+    if share < 0.2:
         seen["few_groups_teach"] = (
             f"only {share:.0%} of the groups have answers of different worth (mean score {score:.3g}): the "
             "others teach nothing. Try questions that are harder (if the score is high) or easier (if it is "
             "low), or more answers to each (rollout.n_agent)."
         )
-    if (mismatch := now("rollout_corr/k3_kl")) > 0.02:  # nats per token; bfloat16 alone stays below 0.001
+    mismatch = _figure(metrics, "rollout_corr/k3_kl")
+    if mismatch > 0.02:  # nats per token; bfloat16 alone stays below 0.001
         seen["mismatch"] = (
             f"rollout engine and trainer differ by a KL of {mismatch:.2g} nats per token: the policy learns "
             "from tokens that it would not have sampled. Check that the engine has the same weights, "
             "precision and sampling (top_p, top_k); try algorithm.rollout_correction.rollout_is=token."
         )
-    if (repeated := now("response/repeated_ngrams")) > 0.3:
+    return seen
+
+
+def _text_signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str, str]:
+    """Return the signs of responses that go in circles, shrink or are cut."""
+    seen: dict[str, str] = {}
+    repeated = _figure(metrics, "response/repeated_ngrams")
+    if repeated > 0.3:
         seen["repeats_itself"] = (
             f"{repeated:.0%} of what the policy writes it has written before in the same trajectory: it runs "
             "in circles. Read some trajectories; try a smaller learning rate or a KL to the reference."
         )
-    length = now("response_length/mean")
-    length_first = early.get("response_length/mean", math.nan)
+    length = _figure(metrics, "response_length/mean")
+    cut = _figure(metrics, "response_length/clip_ratio")
+    length_first = _figure(early, "response_length/mean")
     if length < 0.25 * length_first:
         seen["length"] = (
             f"responses shrank from {length_first:.0f} to {length:.0f} tokens: the policy skips reasoning or "
             "searching. Read some trajectories; check what the reward pays for."
         )
-    elif (cut := now("response_length/clip_ratio")) > 0.5:
+    elif cut > 0.5:
         seen["length"] = (
             f"{cut:.0%} of the trajectories are cut: a last turn at data.max_response_length, or all of "
             "it at data.max_prompt_length. Try a larger one; check whether the policy still ends its turns."
