@@ -85,37 +85,17 @@ def run_job(
     started = time.monotonic()
     hashes = corpus.fingerprint() | {"sha256": corpus_report.sha256}
     identity = {"backend": job.backend, "corpus": hashes, "request": job.request}
-    note = job.work / "request.json"
     folder = job.work / "index"
     job.work.parent.mkdir(parents=True, exist_ok=True)
     with _locked(job.work):
-        noted = None  # no note: it is written before anything else, so there is nothing worth keeping
-        with contextlib.suppress(OSError, ValueError):
-            noted = json.loads(note.read_text(encoding="utf-8"))
-        if job.target.exists():
-            existing = _identity_of(job.target, identity)
-            if existing == identity:
-                if noted in (identity, None):  # a build was killed between the last rename and the end
-                    shutil.rmtree(job.work)
-                return False
-            if not overwrite:
-                raise ValueError(
-                    f"{job.target} is an index {_difference(existing, identity)}: give another --save_dir, "
-                    "or --overwrite to replace it"
-                )
+        noted = _noted_identity(job)
+        if _is_finished(job, identity, noted, overwrite):
+            return False
         resumed = noted == identity and folder.exists()
         if resumed:
             report(f"going on with {job.work}")
-        elif noted not in (identity, None) and not overwrite:
-            raise ValueError(
-                f"{job.work} holds a begun index {_difference(noted, identity)}: "
-                "remove that folder, or give --overwrite to begin anew"
-            )
         else:
-            shutil.rmtree(folder, ignore_errors=True)
-            note.write_text(json.dumps(identity, indent=1), encoding="utf-8")
-            check_room(job.work, job.needed_bytes)
-            folder.mkdir()
+            _begin_anew(job, identity, noted, overwrite)
         parameters = job.build(corpus, folder, progress)
         if corpus_report.is_outdated():
             raise ValueError(f"{corpus_report.path} was changed while the index was built: build it again")
@@ -126,26 +106,83 @@ def run_job(
             "request": job.request,
             "command": command,
         }
-        inner = folder
-        if job.file_name is not None:
-            inner = (folder / job.file_name).rename(folder / job.target.name)
-        for path in filter(Path.is_file, folder.rglob("*")):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        write_manifest(
-            inner, Manifest(job.backend, hashes | {"name": corpus_report.path.name}, parameters, built)
-        )
-        # Now come the renames. Each may be the last thing before a kill. An old index is out of the way
-        # before the new one takes its name, and is removed afterwards.
-        if job.target.exists():
-            shutil.rmtree(job.work / "old", ignore_errors=True)
-            (job.work / "old").mkdir()
-            job.target.rename(job.work / "old" / job.target.name)
-        if job.file_name is not None:  # the manifest goes before the file, which is nothing without it
-            manifest_path(inner).replace(manifest_path(job.target))
-        inner.rename(job.target)
-        shutil.rmtree(job.work, ignore_errors=True)
+        named_hashes = hashes | {"name": corpus_report.path.name}
+        _install(job, folder, Manifest(job.backend, named_hashes, parameters, built))
         return True
+
+
+def _noted_identity(job: IndexJob) -> Any:
+    """Return the identity of the index that was begun in the work folder, or None if there is no note.
+
+    The note is written before anything else, so without it there is nothing worth keeping.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(_note_path(job).read_text(encoding="utf-8"))
+    return None
+
+
+def _note_path(job: IndexJob) -> Path:
+    return job.work / "request.json"
+
+
+def _is_finished(job: IndexJob, identity: dict[str, Any], noted: Any, overwrite: bool) -> bool:
+    """Return whether the target is the index that the job is to build.
+
+    Raises ValueError if it is another one, which is not to be replaced.
+    """
+    if not job.target.exists():
+        return False
+    existing = _identity_of(job.target, identity)
+    if existing == identity:
+        if noted in (identity, None):  # a build was killed between the last rename and the end
+            shutil.rmtree(job.work)
+        return True
+    if not overwrite:
+        raise ValueError(
+            f"{job.target} is an index {_difference(existing, identity)}: give another --save_dir, "
+            "or --overwrite to replace it"
+        )
+    return False
+
+
+def _begin_anew(job: IndexJob, identity: dict[str, Any], noted: Any, overwrite: bool) -> None:
+    """Note what is begun, and make an empty folder for it.
+
+    Raises ValueError if another index was begun, which is not to be replaced, or if the disk is too small.
+    """
+    if noted not in (identity, None) and not overwrite:
+        raise ValueError(
+            f"{job.work} holds a begun index {_difference(noted, identity)}: "
+            "remove that folder, or give --overwrite to begin anew"
+        )
+    folder = job.work / "index"
+    shutil.rmtree(folder, ignore_errors=True)
+    _note_path(job).write_text(json.dumps(identity, indent=1), encoding="utf-8")
+    check_room(job.work, job.needed_bytes)
+    folder.mkdir()
+
+
+def _install(job: IndexJob, folder: Path, manifest: Manifest) -> None:
+    """Write a built index and its manifest to the disk, and rename it to the target.
+
+    A kill may come after any rename. An old index is out of the way before the new one takes its name, and is
+    removed afterwards.
+    """
+    inner = folder
+    if job.file_name is not None:
+        inner = (folder / job.file_name).rename(folder / job.target.name)
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    write_manifest(inner, manifest)
+    if job.target.exists():
+        shutil.rmtree(job.work / "old", ignore_errors=True)
+        (job.work / "old").mkdir()
+        job.target.rename(job.work / "old" / job.target.name)
+    if job.file_name is not None:  # the manifest goes before the file, which is nothing without it
+        manifest_path(inner).replace(manifest_path(job.target))
+    inner.rename(job.target)
+    shutil.rmtree(job.work, ignore_errors=True)
 
 
 @contextlib.contextmanager
