@@ -203,25 +203,19 @@ class RayPPOTrainer(ResumableRun):
             StoppedOnRequest: if the run was asked to stop.
         """
         self._resume()
-        rows = (len(self.train_dataset), len(self.val_dataset))
-        steps = (self.state.step, self.total_steps)
-        self.recorder.say(self.passes.banner(self.config, rows, steps, self.actor_rollout_wg.world_size))
+        self._say_banner()
         if self.stream is not None:
             self._sync_weights()
-        config = self.config
-        trainer = config.trainer
-        actor = config.actor_rollout_ref.actor
+        trainer = self.config.trainer
         started = time.perf_counter() - self.state.wall_seconds
         with self._finishing_run():
-            if trainer.val_only or self._validation_is_missing():
-                self._record_validation(
-                    self._validate(complete=True), "after" if self.state.step else "before"
-                )
+            self._validate_if_missing()
             self._stop_at_a_collapse()
             if trainer.val_only:
                 self._measure_sets()
             while self.state.step < self.total_steps and not trainer.val_only:
-                step = self.stop_request.step = self.state.step + 1
+                step = self.state.step + 1
+                self.stop_request.step = step
                 timer = metric_utils.Timer()
                 last = step == self.total_steps
                 trains_actor = step > trainer.critic_warmup
@@ -242,34 +236,20 @@ class RayPPOTrainer(ResumableRun):
                         batch, metrics = self.collector.selected(step, None, self.stream.version)
                         metrics |= self.stream.metrics()
                     if self.passes.greedy_rollouts:
-                        with timer("gen_max"):
-                            greedy = self._generate_sequences(self.collector.greedy_prompts(batch, step))
-                        with timer("reward"):
-                            score(greedy, self.reward_fn, self.config)
-                        batch, baseline_metrics = with_greedy_baselines(batch, greedy)
+                        batch, baseline_metrics = self._with_greedy_baselines(batch, step, timer)
                         metrics |= baseline_metrics
                     batch = without_padding(batch)
                     self.checkpoint_writing.commit_if_written()
 
                     self._add_log_probs_and_values(batch, trains_actor, timer)
                     with timer("adv"):
-                        algorithm = config.algorithm
+                        algorithm = self.config.algorithm
                         kl = self.kl_controller
                         baseline = self.running_baseline
                         metrics |= add_advantages(batch, algorithm, self.passes, kl, baseline)
 
-                    updates: dict[str, dict[str, Any]] = {}
-                    for_actor, tokens_per_rank = self._arranged(batch, self.actor_rollout_wg, actor)
-                    metrics |= metric_utils.seqlen_metrics(tokens_per_rank, batch)
-                    if self.passes.needs_values:
-                        with timer("update_critic"):
-                            for_critic, _ = self._arranged(batch, self.critic_wg, self.config.critic)
-                            updates["critic"] = self.critic_wg.update_critic(for_critic).meta_info
-                    if trains_actor:
-                        with timer("update_actor"):
-                            updates["actor"] = self._update_actor(for_actor, step)
-                    for update in updates.values():
-                        metrics |= update["metrics"]
+                    updates, update_metrics = self._update_critic_and_actor(batch, step, trains_actor, timer)
+                    metrics |= update_metrics
                     self.state.step = step
                     with timer("sync_weights"):
                         self._sync_weights()
@@ -298,6 +278,12 @@ class RayPPOTrainer(ResumableRun):
         return self.recorder.finish(run_summary(self.state, time.perf_counter() - started, trainer.seed))
 
     # ----------------------------------------------------------- parts of a step
+
+    def _say_banner(self) -> None:
+        """Say what the run is going to do."""
+        rows = (len(self.train_dataset), len(self.val_dataset))
+        steps = (self.state.step, self.total_steps)
+        self.recorder.say(self.passes.banner(self.config, rows, steps, self.actor_rollout_wg.world_size))
 
     def _trajectories(self, count: int, step: int, is_last: bool) -> DataProto:
         """Return the trajectories of `count` groups, sampled now or ahead.
@@ -338,6 +324,19 @@ class RayPPOTrainer(ResumableRun):
         self.failures.check(trajectories)
         columns = {name: column for name, column in columns.items() if name != "continuation"}
         return DataProto(generated.batch, columns | {"trajectory": trajectories}, dict(generated.meta_info))
+
+    def _with_greedy_baselines(
+        self, batch: DataProto, step: int, timer: metric_utils.Timer
+    ) -> tuple[DataProto, dict[str, float]]:
+        """Generate and score a greedy trajectory for each prompt, the baseline of its rows (remax).
+
+        Returns what `with_greedy_baselines` returns.
+        """
+        with timer("gen_max"):
+            greedy = self._generate_sequences(self.collector.greedy_prompts(batch, step))
+        with timer("reward"):
+            score(greedy, self.reward_fn, self.config)
+        return with_greedy_baselines(batch, greedy)
 
     def _add_log_probs_and_values(
         self, batch: DataProto, trains_actor: bool, timer: metric_utils.Timer
@@ -407,6 +406,35 @@ class RayPPOTrainer(ResumableRun):
     def _attention_length(self) -> float:
         """Return the model's attention length, which is read once; see `batching`."""
         return attention_length(load_hf_config(self.config.actor_rollout_ref.model))
+
+    def _update_critic_and_actor(
+        self, batch: DataProto, step: int, trains_actor: bool, timer: metric_utils.Timer
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Train the critic, if there is one, and then the actor.
+
+        Args:
+            batch: rows with advantages.
+            step: the step.
+            trains_actor: false while the critic warms up.
+            timer: takes the time of either update.
+
+        Returns:
+            The `meta_info` of the updates, by "critic" and "actor", and the metrics of both.
+        """
+        updates: dict[str, dict[str, Any]] = {}
+        actor = self.config.actor_rollout_ref.actor
+        for_actor, tokens_per_rank = self._arranged(batch, self.actor_rollout_wg, actor)
+        metrics = metric_utils.seqlen_metrics(tokens_per_rank, batch)
+        if self.passes.needs_values:
+            with timer("update_critic"):
+                for_critic, _ = self._arranged(batch, self.critic_wg, self.config.critic)
+                updates["critic"] = self.critic_wg.update_critic(for_critic).meta_info
+        if trains_actor:
+            with timer("update_actor"):
+                updates["actor"] = self._update_actor(for_actor, step)
+        for update in updates.values():
+            metrics |= update["metrics"]
+        return updates, metrics
 
     def _update_actor(self, rows: DataProto, step: int) -> dict[str, Any]:
         """Train the policy, and make the result the new reference where that is due."""
@@ -529,6 +557,12 @@ class RayPPOTrainer(ResumableRun):
         self.recorder.log_evaluation(self.state.step, lines)
         for name, value in metrics.items():
             self.recorder.say(f"{name} at step {self.state.step}: {value:.4g}")
+
+    def _validate_if_missing(self) -> None:
+        """Validate, if the run does nothing else, or if an earlier run has not come to it."""
+        if self.config.trainer.val_only or self._validation_is_missing():
+            report = self._validate(complete=True)
+            self._record_validation(report, "after" if self.state.step else "before")
 
     def _validation_is_missing(self) -> bool:
         """Return whether the validation before the first step, or after the last one, is still to be made."""
