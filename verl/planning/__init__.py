@@ -4,7 +4,7 @@
     passes.py               the passes of a step
     placement.py            the processes of each role, and their devices
     hardware.py             the memory that each device has
-    model_memory.py, cpu_memory.py -> memory_plan.py    the memory that each device needs
+    model_memory.py -> memory_plan.py    the memory that each GPU needs
 
 The trainer acts on the plan, and the preflight and the dry run report it.
 """

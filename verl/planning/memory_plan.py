@@ -5,6 +5,9 @@
 
 A phase is a pass of the step. Offloaded tensors take memory of the node instead (`host_bytes`), and memory of
 the device only while they are needed. The last part of this module puts a plan into words.
+
+The plan of a run on CPU has what the models keep for the whole run, and nothing else. There the kernel pages,
+shares and maps memory, and the allocator keeps some of it, so what passes and rollouts take is not predicted.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import torch
 
 from verl.config import Config, get_value
 from verl.config.keys import as_list
-from verl.planning.cpu_memory import fullest_moment, mapped, while_loading
 from verl.planning.hardware import GIB, Hardware
 from verl.planning.model_memory import Layout, ModelSize, forward_pass, held_memory, size_of, update_pass
 from verl.planning.passes import Passes, num_mini_batches
@@ -38,12 +40,9 @@ PHASES = {  # the phases with their names in a report
     "update_critic": "critic's update",
     "update_actor": "actor's update",
 }
-# The measured RSS of a worker without its tensors when models are loaded. It holds the interpreter, torch,
-# transformers and numba.
-PROCESS_BYTES = int(0.5 * GIB)
-# The measured bytes that compiled kernels, and what torch imports for them, add in the first two steps.
-KERNEL_BYTES = int(0.13 * GIB)
-BF16_KERNEL_BYTES = int(0.07 * GIB)  # the kernels of oneDNN for products in bfloat16 on CPU
+# The measured RSS of a worker without its tensors after two steps. It holds the interpreter, torch,
+# transformers, numba and compiled kernels.
+PROCESS_BYTES = int(0.63 * GIB)
 CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # the driver, kernels, and workspaces of cuBLAS
 NCCL_BYTES = int(0.7 * GIB)  # the channels of one communicator and its sub-groups
 
@@ -241,9 +240,11 @@ class Plan:
             name = f"{article} {kind}{'s' * (count > 1)}" + f" of pipeline stage {stage}" * (stages > 1)
             load = DeviceLoad(name, hardware.device_bytes)
             for _ in range(1 if self.on_cuda else nodes[0]):
-                self._add_process(load)
+                if self.on_cuda:
+                    self._add_process(load)
                 models = [self._add_engine(load, use, stage) for use in self.engines]
-                load.add("files that are read, what is offloaded", ["loading"], while_loading(models))
+                if self.on_cuda:
+                    load.add("what is offloaded", ["loading"], while_loading(models))
                 self._add_rollout(load)
             # Several processes would read only their own parts.
             if self.on_cuda and self.layout.num_processes == 1:
@@ -282,20 +283,13 @@ class Plan:
         return build.model_parallel_size(block.rollout, block.model, build.GPUS_OF_A_NODE)
 
     def _add_process(self, load: DeviceLoad) -> None:
-        """Add what a process takes before it holds any model."""
-        if not self.on_cuda:
-            load.add("process (python, torch)", self.phases, PROCESS_BYTES)
-            dtypes = [use.precision.compute for use in self.engines]
-            dtypes.append(build.rollout_dtype(self.config.actor_rollout_ref.rollout, dtypes[0]))
-            in_bf16 = torch.bfloat16 in dtypes
-            load.add("compiled kernels", self.phases[1:], KERNEL_BYTES + in_bf16 * BF16_KERNEL_BYTES)
-            return
+        """Add what a process takes of its GPU before it holds any model."""
         total = CUDA_CONTEXT_BYTES + int(build.FRAGMENTATION * load.capacity)
         total += NCCL_BYTES * (self.layout.num_processes > 1)
-        load.add("CUDA, NCCL, fragmentation", self.phases, total, PROCESS_BYTES + KERNEL_BYTES)
+        load.add("CUDA, NCCL, fragmentation", self.phases, total, PROCESS_BYTES)
 
     def _add_engine(self, load: DeviceLoad, use: EngineUse, stage: int) -> tuple[int, int, int]:
-        """Add what a model keeps, and what its passes take.
+        """Add what a model keeps, and what its passes take of a GPU.
 
         Returns:
             The figures of the model that `while_loading` asks for.
@@ -315,8 +309,6 @@ class Plan:
         compiles = compiles and (can_compile() or not torch.cuda.is_available())
         # The actor's weights are read, or sent, before it generates.
         with_weights = [*at_work, *["rollout"] * (owner == "actor")] if offloads else phases
-        is_mapped = not self.on_cuda and mapped(use.size, use.precision, layout.num_processes)
-        with_weights = phases[1:] if is_mapped else with_weights
         load.add(f"{owner}: weights", with_weights, held.weights, held.weights * offloads)
         offloads_state = self.on_cuda and use.is_trained and fsdp.optimizer_offload
         if use.is_trained:  # also if the run only validates
@@ -324,21 +316,17 @@ class Plan:
             with_state = updates if offloads_state else phases
             load.add(f"{owner}: gradients", phases[1:] if gradients_stay else updates, held.gradients)
             load.add(f"{owner}: optimizer state", with_state, held.optimizer, held.optimizer * offloads_state)
-            copied = held.optimizer + (held.gradients if use.size.adapters else held.weights)
-            copied *= self.config.trainer.async_checkpoint and bool(updates)
-            copy_phases = () if self.on_cuda else phases[1:]
-            load.add(f"{owner}: copy for a background checkpoint", copy_phases, copied, copied * self.on_cuda)
+            if self.config.trainer.async_checkpoint and updates:  # The copy is in the node's memory.
+                load.host_bytes += held.optimizer + (held.gradients if use.size.adapters else held.weights)
+        if not self.on_cuda:
+            return held.weights, 0, held.optimizer
         for phase in at_work:
             limits, rows = use.passes[phase]
             longest = self.config.data.max_prompt_length
             tokens = tokens_of(limits, -(-rows // layout.replicas), longest, layout.context)
             gathered = held.gathered
             is_update = phase in updates
-            if not self.on_cuda:
-                gathered, activations, head = fullest_moment(
-                    use.size, held, use.precision, tokens, longest, is_update, use.checkpointing
-                )
-            elif is_update:
+            if is_update:
                 activations, head = update_pass(
                     use.size, held, use.precision, tokens, use.checkpointing, compiles
                 )
@@ -352,12 +340,8 @@ class Plan:
                 # The copy is there from the end of the passes on, when their activations are gone.
                 beyond = max(0, held.before_a_step - activations - head)
                 load.add(f"{owner}: copy of the weights before a step", [phase], beyond)
-        if self.on_cuda:
-            state = held.optimizer * offloads_state
-            return held.weights * (not offloads), held.weights * offloads + state, held.optimizer - state
-        stored = use.size.stored or use.precision.model
-        read_bytes = use.size.num_parameters * stored.itemsize // layout.num_processes
-        return (0, 0, held.optimizer) if is_mapped else (held.weights, read_bytes, held.optimizer)
+        state = held.optimizer * offloads_state
+        return held.weights * (not offloads), held.weights * offloads + state, held.optimizer - state
 
     def _add_rollout(self, load: DeviceLoad) -> None:
         """Add the rollout engine of a process.
@@ -400,36 +384,46 @@ class Plan:
         arriving = size.embedding * dtype.itemsize
         offloads = on_cuda and block.actor.fsdp_config.param_offload
         sleeps = rollout.free_cache_engine or offloads
-        if on_cuda:
-            weights = weights if is_vllm or is_copy else 0
-            arriving = max(reserve, arriving)
-            held = max(load.total(phase) for phase in (["rollout"] if sleeps else self.phases))
-            free = load.capacity - held - arriving - weights
-            taken_bytes = held - int(build.FRAGMENTATION * load.capacity) + arriving - reserve
-            self.taken_beside_rollouts = max(taken_bytes, self.taken_beside_rollouts)
-            share = int(build.gpu_share(rollout, load.capacity, taken_bytes) * load.capacity)
-            cache = min(free, share - weights - reserve if is_vllm else min(share, slots * sequence))
-        else:
-            cache = min(build.max_kv_bytes_on_cpu(rollout.kv_cache_gb), slots * sequence)
-            if not is_vllm:
-                # The memory of the cache is taken only when it is used, by the rows of the largest batch.
-                cache = min(cache, -(-most_rows // num_processes) * sequence)
-                matrix = size.embedding * dtype.itemsize
-                # The packed weights of the engine have an output matrix of their own.
-                weights += matrix * size.ties_embeddings
-                # Arriving weights are packed layer by layer in their own place, after embedding and head.
-                arriving = (2 - size.ties_embeddings) * matrix * is_copy
-                arriving = max(0, arriving - cache)
+        if not on_cuda:
+            self._check_cache(build.max_kv_bytes_on_cpu(rollout.kv_cache_gb), sequence)
+            return
+        weights = weights if is_vllm or is_copy else 0
+        arriving = max(reserve, arriving)
+        held = max(load.total(phase) for phase in (["rollout"] if sleeps else self.phases))
+        free = load.capacity - held - arriving - weights
+        taken_bytes = held - int(build.FRAGMENTATION * load.capacity) + arriving - reserve
+        self.taken_beside_rollouts = max(taken_bytes, self.taken_beside_rollouts)
+        share = int(build.gpu_share(rollout, load.capacity, taken_bytes) * load.capacity)
+        cache = min(free, share - weights - reserve if is_vllm else min(share, slots * sequence))
         cache = max(0, cache)
-        if cache < sequence:
-            self.problems.append(
-                f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
-                f"{rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
-            )
+        self._check_cache(cache, sequence)
         with_weights = ["rollout"] if offloads or (sleeps and is_vllm) else self.phases[1:]
         load.add("rollout: weights of its own", with_weights, weights)
         load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases[1:], cache)
         load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)
+
+    def _check_cache(self, cache: int, sequence: int) -> None:
+        """Note a KV cache of fewer bytes than one trajectory needs as a problem."""
+        if cache < sequence:
+            self.problems.append(
+                f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
+                f"{self.config.actor_rollout_ref.rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
+            )
+
+
+def while_loading(models: Iterable[tuple[int, int, int]]) -> int:
+    """Return the most bytes that loading takes of a GPU above what is held at its end.
+
+    Args:
+        models: The models in the order in which they are loaded, as (weights that stay, what is offloaded
+            once the model is whole, optimizer state that comes with the first update).
+    """
+    held = 0
+    most = 0
+    for weights, offloaded, state in models:
+        most = max(most, held + weights + offloaded)
+        held += weights + state
+    return max(0, most - held)
 
 
 def taken_beside_rollouts(config: Config) -> int:
@@ -468,6 +462,9 @@ def report(plan: Plan) -> Iterator[str]:
         host = max(load.host_bytes for load in plan.loads) * config.trainer.n_gpus_per_node
         yield ""
         yield f"CPU memory of a node, for what is loaded, offloaded or copied, and processes: {gib(host)} GiB"
+    else:
+        yield ""
+        yield "what passes, rollouts and processes take beside the models is not planned on CPU"
 
 
 def _table(load: DeviceLoad, phases: tuple[str, ...]) -> Iterator[str]:
@@ -489,7 +486,8 @@ def verdict(plan: Plan) -> list[str]:
     """
     load, phase, num_bytes_left = plan.tightest
     if plan.fits:
-        return [f"fits: {load.name} has {gib(num_bytes_left)} GiB left in its fullest phase"]
+        beside = "in its fullest phase" if plan.on_cuda else "for all but its models"
+        return [f"fits: {load.name} has {gib(num_bytes_left)} GiB left {beside}"]
     lines = list(plan.problems)
     if num_bytes_left < 0:
         need = f'{load.name} would need {gib(load.total(phase))} GiB in the phase "{PHASES[phase]}" and has '

@@ -46,7 +46,6 @@ class ModelSize:
         qk_norm: Whether queries and keys are normed.
         has_vocab_head: Whether hidden states become log-probs. Otherwise they become values.
         ties_embeddings: Whether the output matrix is the embedding's.
-        stored: The type of the weights in their files, as config.json says.
     """
 
     num_parameters: int
@@ -63,7 +62,6 @@ class ModelSize:
     qk_norm: bool
     has_vocab_head: bool
     ties_embeddings: bool
-    stored: torch.dtype | None = None
 
     @property
     def trained(self) -> int:
@@ -129,7 +127,6 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
         qk_norm=fields["model_type"].startswith(("qwen3", "gemma3")),
         has_vocab_head=not is_critic,
         ties_embeddings=not is_critic and not any("lm_head" in name for name in counts),
-        stored=dtype if isinstance(dtype := config.get_text_config().dtype, torch.dtype) else None,
     )
 
 
@@ -194,8 +191,6 @@ class Held:
         gathered: The whole weights with which a pass works, beyond those that it keeps.
         exchanged: The gradients on their way between processes in a backward pass.
         unreduced_gradients: The gradients that no process has given away before the last micro-batch.
-        last_reduced_gradients: The last sum over processes, which FSDP2 frees in the next micro-batch.
-        gathered_root: The part of `gathered` that is in no layer.
         autocasts: Whether it computes in 16 bits beside a residual stream in float32.
         in_flight: The number of micro-batches whose activations it keeps at once.
         tensor: The number of processes that share the width of each layer.
@@ -211,8 +206,6 @@ class Held:
     gathered: int = 0
     exchanged: int = 0
     unreduced_gradients: int = 0
-    last_reduced_gradients: int = 0
-    gathered_root: int = 0
     autocasts: bool = False
     in_flight: int = 1
     tensor: int = 1
@@ -263,8 +256,6 @@ def held_memory(
         gathered=gathered,
         exchanged=exchanged,
         unreduced_gradients=unreduced_gradients,
-        last_reduced_gradients=0 if alone or unreduced_gradients or not is_trained else reduce * size.root,
-        gathered_root=0 if alone else compute * size.root,
         autocasts=compute == 2,
         before_a_step=-(-trained * width // shard),
     )
