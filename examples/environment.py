@@ -30,8 +30,9 @@ class LetterEnv(BaseTextEnv):
 
 
 if __name__ == "__main__":
-    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     asked = [(letter, f"Question: write {letter} often. Round {i}.") for i in range(16) for letter in "aeos"]
     rows = [{"prompt": [{"role": "user", "content": text}], "letter": letter} for letter, text in asked]
-    pd.DataFrame(rows).to_parquet("letters.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), "letters.parquet")

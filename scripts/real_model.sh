@@ -177,7 +177,7 @@ reinforce() {    # GRPO, within the time that the evaluations after it leave
 few=(data.val_data_num=100 'trainer.val_modes=[greedy]' data.extra_val_files=null)    # without searches
 # Does it search because it must? As many questions, whose searches find the passages of other questions, or none.
 controls='trainer.evals=[{retriever: shuffled, n: 100, temperature: 0}, {retriever: empty, n: 100, temperature: 0}]'
-setup_environment "train,retrieval$([ -n "${MODEL:-}" ] || echo ,gemma)"
+setup_environment "train,retrieval,scripts$([ -n "${MODEL:-}" ] || echo ,gemma)"
 export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 mkdir -p "$data" "$root"
 for folder in "$data" "$root"; do
