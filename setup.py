@@ -90,6 +90,5 @@ setup(
         "remote": REMOTE,
         "submitit": ["hydra-submitit-launcher>=1.2", "submitit>=1.5"],
         "reasoning-gym": ["reasoning-gym"],  # one of its packages needs a C compiler
-        "flash-attn": ["flash-attn"],
     },
 )
