@@ -36,6 +36,7 @@ def test_a_step_passes_the_files_of_the_walk(world, url, tmp_path, monkeypatch):
     monkeypatch.setattr(TrajectoryCollector, "begin", begin_step)
     monkeypatch.setattr(RayPPOTrainer, "_finish_step", finish_step)
     settings = {"trainer__total_training_steps": 1, "trainer__val_before_train": "false"}
+    settings["actor_rollout_ref__actor__max_step_kl"] = 0.01  # as train_grpo.sh sets it
     threading.setprofile(note)
     sys.setprofile(note)
     try:
