@@ -78,10 +78,11 @@ def plan_backends(names: str, index_paths: str | None, models: str | None) -> li
     paths = split_by_name("--index_path", index_paths, [word for word in words if word not in ONLINE])
     dense = [word for word in words if word not in (*ONLINE, *SPARSE)]
     encoders = split_by_name("--retriever_model", models, dense)
-    return [_plan(word, paths.get(word), encoders.get(word)) for word in words]
+    return [_plan_one(word, paths.get(word), encoders.get(word)) for word in words]
 
 
-def _plan(name: str, index_path: str | None, model: str | None) -> BackendPlan:
+def _plan_one(name: str, index_path: str | None, model: str | None) -> BackendPlan:
+    """Return the plan of one backend. Raises ValueError if the index at the path is not one for the name."""
     path = Path(index_path) if index_path else None
     if name in ONLINE:
         return BackendPlan(name, name)
@@ -148,6 +149,7 @@ def index_kind(path: Path | None) -> str:
 
 
 def _wrong_index(path: Path, actual_kind: str, expected: str) -> ValueError:
+    """Return the error that says what is at an index path and what was expected there."""
     message = f"--index_path: {path} {DESCRIPTIONS[actual_kind]}"
     return ValueError(message if actual_kind in ("begun", "lfs") else f"{message}, {expected}")
 

@@ -24,7 +24,7 @@ def start(gold, name="reward_spec"):
     ],
 )
 def test_one_answer_is_read(text, answer, monkeypatch):
-    monkeypatch.setattr(KillableWorkers, "ask", lambda self, *call: False)
+    monkeypatch.setattr(KillableWorkers, "call_in_any", lambda self, *call: False)
     assert start("204").step(text)["metadata"]["pred"] == answer
 
 
@@ -59,6 +59,6 @@ def test_a_process_that_others_end_is_no_verdict(monkeypatch):
     def ended(self, *call):
         raise CouldNotVerify("ended")
 
-    monkeypatch.setattr(KillableWorkers, "ask", ended)
+    monkeypatch.setattr(KillableWorkers, "call_in_any", ended)
     with pytest.raises(CouldNotVerify, match="ended"):
         start("2").step("Answer: 1")

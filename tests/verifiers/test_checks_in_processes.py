@@ -95,7 +95,7 @@ def test_a_process_that_always_ends_or_never_starts_could_not_verify(monkeypatch
     assert verdict.score is None and "killed twice" in verdict.detail
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(CouldNotVerify, match="can't start"):
-        KillableWorkers("builtins:float", 5.0, [1.0]).ask(1.0)
+        KillableWorkers("builtins:float", 5.0, [1.0]).call_in_any(1.0)
 
 
 def test_a_process_answers_where_a_thousand_files_are_open_and_may_wait_longer_than_it_may_compute():
@@ -104,7 +104,7 @@ def test_a_process_answers_where_a_thousand_files_are_open_and_may_wait_longer_t
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     workers = KillableWorkers("time:sleep", 0.2, [0])
     try:
-        assert workers.ask(0.6) is None
+        assert workers.call_in_any(0.6) is None
     finally:
         workers.close()
         for file in files:

@@ -184,7 +184,7 @@ def test_on_a_gpu_vllm_keeps_no_copy_of_weights_that_an_update_replaces(model_pa
     worker.device = torch.device("cuda")
     worker.engine = SimpleNamespace(offloads_params=False)
     worker._rollout_weights_stale = False
-    worker._sleep(SimpleNamespace(sleep=levels.append))
+    worker._sleep_if_configured(SimpleNamespace(sleep=levels.append))
     assert levels == [level] and worker._rollout_weights_stale == (level == 2)
 
 

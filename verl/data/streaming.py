@@ -132,7 +132,7 @@ class RowStream(RLHFDataset):
         return self.ready[index]
 
     def rows_to_check(self) -> Iterable[Row]:
-        return map(self.row_of, self.read(next(self.windows(None)))[:_CHECKED_ROWS])
+        return map(self.decode_row, self.read_window(next(self.windows(None)))[:_CHECKED_ROWS])
 
     def windows(self, rng: np.random.Generator | None) -> Iterator[list[RowBlock]]:
         """Yield the blocks of each window of an epoch, in order.
@@ -162,8 +162,8 @@ class RowStream(RLHFDataset):
         if waiting:
             yield waiting
 
-    def read(self, blocks: Sequence[RowBlock]) -> list[StoredRow]:
-        """Return the rows of a window, in the order of the files; `row_of` makes rows of them."""
+    def read_window(self, blocks: Sequence[RowBlock]) -> list[StoredRow]:
+        """Return the rows of a window, in the order of the files; `decode_row` makes rows of them."""
         rows: list[StoredRow] = []
         for (number, is_text), in_file in groupby(
             sorted(blocks), lambda block: (block.file, block.group < 0)
@@ -197,8 +197,11 @@ class RowStream(RLHFDataset):
                             break
         return rows
 
-    def row_of(self, stored: StoredRow) -> Row:
-        """Return the row of an entry of `read`. Raises ValueError if a line is no row, or lacks a column."""
+    def decode_row(self, stored: StoredRow) -> Row:
+        """Return the row of an entry of `read_window`.
+
+        Raises ValueError if a line is no row, or lacks a column.
+        """
         _index, source, inner = stored
         if isinstance(source, pa.RecordBatch):
             row: Row = source.slice(inner, 1).to_pylist()[0]
@@ -254,10 +257,10 @@ class StreamSampler(PromptSampler):
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "rows")
-            self._prompt_iterator = self._prompts(self.cursor)
+            self._prompt_iterator = self._prompts_from(self.cursor)
         self.stream.ready = {}
         try:
-            self._fill_queue()
+            self._request_prompts()
             rows = super().take(count, skip)
         except BaseException as error:  # it has ended the generator of the thread's prompts
             self.close()
@@ -284,7 +287,7 @@ class StreamSampler(PromptSampler):
             else:
                 before = self.cursor
                 index, item, self.cursor = self._ahead.popleft().result()
-                self._fill_queue()
+                self._request_prompts()
             if index not in self.retired and index not in barred:
                 rows.append(index)
                 self.stream.ready[index] = item
@@ -302,12 +305,12 @@ class StreamSampler(PromptSampler):
         self._postponed = [*postponed, *waiting]
         return rows
 
-    def _fill_queue(self) -> None:
+    def _request_prompts(self) -> None:
         """Have the thread make prompts until `num_ahead` of them are ready, and one more."""
         while self._thread is not None and len(self._ahead) <= self.num_ahead:
             self._ahead.append(self._thread.submit(next, self._prompt_iterator))
 
-    def _prompts(self, cursor: Cursor) -> Iterator[tuple[int, dict[str, Any], Cursor]]:
+    def _prompts_from(self, cursor: Cursor) -> Iterator[tuple[int, dict[str, Any], Cursor]]:
         """Yield (index, item, the cursor after it) of each row from `cursor` on, without end."""
         stream = self.stream
         limit = self.stream.limit
@@ -321,7 +324,7 @@ class StreamSampler(PromptSampler):
             for number, blocks in enumerate(windows):
                 if number < cursor.window or position == limit:
                     continue
-                rows = stream.read(blocks)
+                rows = stream.read_window(blocks)
                 order = np.arange(len(rows))
                 if self.shuffle:
                     order = np.random.default_rng([*key, number]).permutation(len(rows))
@@ -330,7 +333,7 @@ class StreamSampler(PromptSampler):
                 for offset in range(start, stop):
                     stored = rows[int(order[offset])]
                     index = stored[0]
-                    row = stream.row_of(stored)
+                    row = stream.decode_row(stored)
                     position += 1
                     too_long = None if truncation == "left" else stream.too_long(row)
                     if too_long is None:
@@ -362,7 +365,7 @@ class StreamSampler(PromptSampler):
         self._postponed = []
         for numbers in postponed:
             before = Cursor(*numbers)
-            index, item, _ = next(self._prompts(before))
+            index, item, _ = next(self._prompts_from(before))
             self._postponed.append((before, index, item))
 
     def close(self) -> None:

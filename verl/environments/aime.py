@@ -40,7 +40,9 @@ class AIMEEnv(BaseTextEnv):
         prediction = None if answer is None else minerva_form(answer).strip()
         if prediction is not None:
             with suppress(CheckFailed):  # an answer that is too much for math-verify is not equal
-                self.is_right = prediction == self.gold or bool(self.workers.ask(prediction, self.gold))
+                self.is_right = prediction == self.gold or bool(
+                    self.workers.call_in_any(prediction, self.gold)
+                )
         metadata = {"acc": self.is_right, "pred": prediction}
         reward = 1.0 if self.is_right else -1.0
         return {"observations": [], "reward": reward, "done": True, "metadata": metadata}

@@ -95,7 +95,7 @@ class SQLEnv(BaseTextEnv):
         text = "There is no query to run. Think in <think>, then write one query as <sql>QUERY</sql>."
         if (match := _SQL.search(action)) is not None:
             try:
-                text = self.workers.ask("query_as_text", self.file, match[1], self.seconds)
+                text = self.workers.call_in_any("query_as_text", self.file, match[1], self.seconds)
             except CheckFailed as error:
                 text = f"Error: {error}"
         content = f"\n\n<observation>{text}\n<reminder>Turns left: {num_left}.</reminder></observation>\n\n"
@@ -110,7 +110,9 @@ class SQLEnv(BaseTextEnv):
         # If the first comparison fails, the second one shows which of the two queries is to blame.
         for sql, worth in ((solution, 1.0), (self.gold, 0.0)):
             try:
-                return worth * self.workers.ask("is_equal", self.file, sql, self.gold, self.seconds, ordered)
+                return worth * self.workers.call_in_any(
+                    "is_equal", self.file, sql, self.gold, self.seconds, ordered
+                )
             except CheckFailed as error:
                 problem = error
         raise CouldNotVerify(f"text2sql: the right query {self.gold!r} on {self.file}: {problem}")

@@ -56,7 +56,7 @@ def look_at_ray() -> Cluster:
 
     address = os.environ.get("RAY_ADDRESS") or None
     written = read_text(Path(ray_folder()) / "ray" / CURRENT_CLUSTER).split()
-    started = tuple(candidate for candidate in written if _answers(candidate))
+    started = tuple(candidate for candidate in written if _accepts_connections(candidate))
     if address == "auto" and not started:
         return Cluster(address, started, "RAY_ADDRESS=auto: no Ray cluster runs on this machine")
     head = started[0] if address == "auto" else address
@@ -78,7 +78,8 @@ def look_at_ray() -> Cluster:
     return Cluster(address, started, nodes=tuple(nodes))
 
 
-def _answers(address: str) -> bool:
+def _accepts_connections(address: str) -> bool:
+    """Return whether a process accepts connections at HOST:PORT within a second."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=1.0).close()

@@ -62,12 +62,12 @@ class StopCondition:
         """
         if not token_ids_tail or token_ids_tail[-1] not in self.candidate_ids:
             return None
-        last = self._piece(token_ids_tail[-1])
+        last = self._bytes_of(token_ids_tail[-1])
         before = b""
         for token_id in reversed(token_ids_tail[:-1]):
             if len(before) >= self._reach:
                 break
-            before = self._piece(token_id) + before
+            before = self._bytes_of(token_id) + before
         text = before + last
         best: tuple[int, int, str] | None = None
         for string, target in self._targets:
@@ -84,13 +84,14 @@ class StopCondition:
         tokens being sampled, and goes on from there, can complete a stop string only with tokens of its own.
         """
         for length in range(len(token_ids), 0, -1):
-            tail = b"".join(map(self._piece, token_ids[max(0, length - self._reach) : length]))
+            tail = b"".join(map(self._bytes_of, token_ids[max(0, length - self._reach) : length]))
             beginnings = (target[:end] for _, target in self._targets for end in range(1, len(target)))
             if not tail.endswith(tuple(beginnings)):
                 return length
         return 0
 
-    def _piece(self, token_id: int) -> bytes:
+    def _bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token, or none for an id that the tokenizer doesn't know."""
         return self._pieces[token_id] if token_id < len(self._pieces) else b""
 
 

@@ -43,6 +43,7 @@ class LocalWorkerGroup(WorkerGroup):
                 os.environ.update({} if value is None else {name: value})
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
+        """Run the call to its end in this process; return its result, which is its own handle."""
         if self._worker is None:
             raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
         return [run_method(self._worker, method, materialize(calls[0]))]

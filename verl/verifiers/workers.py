@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from verl.utils.errors import CouldNotVerify
 from verl.utils.importing import place_of
@@ -189,7 +189,7 @@ class KillableWorkers:
                 socket.send_fds(self._control, [b"."], [connection.fileno()])
             return self._program
 
-    def ask(self, *call: Any) -> Any:
+    def call_in_any(self, *call: Any) -> Any:
         """Call the function in any of the processes and return its result.
 
         At most `_MOST_PROCESSES` of these calls run at a time.
@@ -258,7 +258,7 @@ class CheckedVerifier(Verifier):
 
         def verdict(sample: Sample) -> Verdict:
             try:
-                return Verdict(float(self.workers.ask(*self._call(sample))))
+                return Verdict(float(self.workers.call_in_any(*self._call(sample))))
             except CheckFailed as error:
                 return Verdict(0.0, str(error), timed_out=isinstance(error, LimitExceeded))
             except ProcessEnded as error:
@@ -290,16 +290,19 @@ def serve(control_fd: int, name: str, cpu_seconds: float, warm_up_arguments: Seq
         if not message:
             return
         if os.fork() == 0:
-            break
+            _answer_calls(function, fds[0], cpu_seconds)
         os.close(fds[0])
-    # This is a forked process. It answers each call until its connection closes.
+
+
+def _answer_calls(function: Callable[..., Any], connection_fd: int, cpu_seconds: float) -> NoReturn:
+    """Answer each call that arrives on a connection, in a process of its own, until the connection closes."""
     os.setsid()  # This also gives it its own share of a busy machine, which schedules by sessions.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if cpu_seconds:
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    connection = socket.socket(fileno=fds[0])
+    connection = socket.socket(fileno=connection_fd)
     faulthandler.enable(connection)
     faulthandler.register(signal.SIGPROF, connection, all_threads=False, chain=True)
     requests = connection.makefile("rb")

@@ -91,6 +91,7 @@ class TrainingWorker(Worker):
         self.num_token_sharing = 1 if block is None else self.count_token_sharing(block)
 
     def count_token_sharing(self, block: Actor | Critic) -> int:
+        """Return how many processes share the tokens of a micro-batch."""
         return int(block.ulysses_sequence_parallel_size)
 
     def build_engine(
@@ -130,7 +131,8 @@ class TrainingWorker(Worker):
             self.num_token_sharing,
         )
 
-    def limits(self, block: Block, prefix: str) -> MicroBatchLimits:
+    def read_limits(self, block: Block, prefix: str) -> MicroBatchLimits:
+        """Read the limits of this rank's micro-batches from a block; see `MicroBatchLimits.from_config`."""
         padded = not self.config.model.use_remove_padding
         return MicroBatchLimits.from_config(block, prefix, self.device, padded, self.num_token_sharing)
 
@@ -239,7 +241,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         fsdp = actor.fsdp_config
         megatron = actor.megatron
         self.engine = self.build_engine(config.model, fsdp, megatron, actor.optim, actor.grad_clip)
-        limits = self.limits(actor, "ppo")
+        limits = self.read_limits(actor, "ppo")
         temperature = config.rollout.temperature
         self.updater = self.actor = DataParallelPPOActor(
             actor, self.engine, limits, temperature, config.rollout.n, self.seed
@@ -326,9 +328,10 @@ class ActorRolloutRefWorker(TrainingWorker):
         engine holds no device memory before it generates.
         """
         if self.config.rollout.name == "remote" or not self.engine.offloads_params:
-            self._load_rollout_weights()
+            self._load_rollout_weights_if_stale()
 
-    def _load_rollout_weights(self) -> None:
+    def _load_rollout_weights_if_stale(self) -> None:
+        """Load the policy's weights into the rollout engine, unless there is none or it has them."""
         rollout = self.rollout_engine
         version = self.engine.weights_version
         if rollout is None or (rollout.version == version and not self._rollout_weights_stale):
@@ -394,15 +397,18 @@ class ActorRolloutRefWorker(TrainingWorker):
         with ExitStack() as policy_on_device, torch.no_grad():
             if build.engine_name(self.config.rollout, self.device) == "native":  # reads the policy's weights
                 policy_on_device.enter_context(self.engine.loaded())
-            self._load_rollout_weights()
+            self._load_rollout_weights_if_stale()
             engine.wake()
             with engine.leading() as leads:
                 result = agent.run_llm_loop(prompts) if leads else DataProto()
-            self._sleep(engine)
+            self._sleep_if_configured(engine)
         return result
 
-    def _sleep(self, engine: RolloutEngine) -> None:
-        """Give the engine's memory on this device to the trainer until the next generation."""
+    def _sleep_if_configured(self, engine: RolloutEngine) -> None:
+        """Give the engine's memory on this device to the trainer until the next generation.
+
+        Nothing happens unless `rollout.free_cache_engine` or `param_offload` is on.
+        """
         rollout = self.config.rollout
         if rollout.name == "remote" or not (rollout.free_cache_engine or self.engine.offloads_params):
             return
@@ -433,7 +439,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         With meta_info `calculate_entropy` the result also has `entropys`, and with `calculate_sum_pi_squared`
         it also has `sum_pi_squared`. See `token_statistics`.
         """
-        limits = self.limits(self.config.rollout, "log_prob")
+        limits = self.read_limits(self.config.rollout, "log_prob")
         options = [data.meta_info.get(f"calculate_{name}", False) for name in ("entropy", "sum_pi_squared")]
         results = token_statistics(self.engine, data, limits, self.config.rollout.temperature, *options)
         return DataProto.from_dict({"old_log_probs": results.pop("log_probs"), **results})
@@ -445,7 +451,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         The reference is the model that training started from or, after `reset_reference`, the policy at the
         time of the last reset.
         """
-        limits = self.limits(self.config.ref, "log_prob")
+        limits = self.read_limits(self.config.ref, "log_prob")
         with self.reference.active() as engine:
             log_probs = compute_log_prob(engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": log_probs})
@@ -458,7 +464,7 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Return `teacher_log_prob` [N, R] of the model at `teacher.path`."""
-        limits = self.limits(self.config.ref, "log_prob")
+        limits = self.read_limits(self.config.ref, "log_prob")
         log_probs = compute_log_prob(self.teacher_engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"teacher_log_prob": log_probs})
 
@@ -478,7 +484,7 @@ class ActorRolloutRefWorker(TrainingWorker):
     def save_checkpoint(self, path: str, background: bool = False) -> None:
         """Save a checkpoint as any worker does, together with the reference if it was reset."""
         if self.rollout_engine is not None:  # an offloaded optimizer may need the engine's memory
-            self._sleep(self.rollout_engine)
+            self._sleep_if_configured(self.rollout_engine)
         if self.has_ref:
             self.reference.save(Path(path))
         super().save_checkpoint(path, background)
@@ -515,7 +521,7 @@ class CriticWorker(TrainingWorker):
             config.model, fsdp, config.megatron, config.optim, config.grad_clip, is_policy=False
         )
         self.updater = self.critic = DataParallelPPOCritic(
-            config, self.engine, self.limits(config, "ppo"), self.rollout_n, self.seed
+            config, self.engine, self.read_limits(config, "ppo"), self.rollout_n, self.seed
         )
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

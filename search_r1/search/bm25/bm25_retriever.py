@@ -65,8 +65,8 @@ class BM25Retriever:
             )
         self.num_documents = len(corpus)
         self._inverse_norms = inverse_norms(self._index.header.average_length)
-        self._terms = _KnownWords(self._index)
-        self._workers = [_Worker(self._index, self._inverse_norms) for _ in range(num_threads)]
+        self._terms = _TermNumbers(self._index)
+        self._searchers = [_Searcher(self._index, self._inverse_norms) for _ in range(num_threads)]
         self._pool = ThreadPoolExecutor(num_threads, "bm25") if num_threads > 1 else None
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
@@ -79,11 +79,14 @@ class BM25Retriever:
         for start in range(0, len(queries), MAX_BATCH):
             terms = [self._query_terms(query) for query in queries[start : start + MAX_BATCH]]
             if self._pool is None:
-                answers += self._workers[0].search(terms, topk)
+                answers += self._searchers[0].search(terms, topk)
                 continue
-            num_workers = len(self._workers)
-            workers = enumerate(self._workers)
-            jobs = [self._pool.submit(worker.search, terms[i::num_workers], topk) for i, worker in workers]
+            num_threads = len(self._searchers)
+            numbered = enumerate(self._searchers)
+            jobs = [
+                self._pool.submit(searcher.search, terms[number::num_threads], topk)
+                for number, searcher in numbered
+            ]
             results = [iter(job.result()) for job in jobs]
             answers += [next(results[i % len(jobs)]) for i in range(len(terms))]
         documents = [self._corpus.rows(rows.tolist()) for rows, _ in answers]
@@ -116,7 +119,7 @@ class BM25Retriever:
             self._pool.shutdown()
 
 
-class _KnownWords(dict):
+class _TermNumbers(dict):
     """The numbers of words' terms, -1 for words that no document has.
 
     A word is looked up when it is first met.
@@ -132,8 +135,8 @@ class _KnownWords(dict):
         return number
 
 
-class _Worker:
-    """The working memory of one thread."""
+class _Searcher:
+    """The search of one thread: the index, and arrays that the kernel works in."""
 
     def __init__(self, index: Index, norms: np.ndarray) -> None:
         self._index = index

@@ -138,6 +138,7 @@ class WorkerGroup:
             self._method_names.append(name)
 
     def _bound(self, method: str, registration: Registration) -> Callable[..., Any]:
+        """Return the function that the driver calls: it dispatches, runs ranks and joins their results."""
         rank_zero = registration.execute_mode is Execute.RANK_ZERO
 
         def call(*args: Any, **kwargs: Any) -> Any:

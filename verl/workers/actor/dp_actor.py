@@ -233,13 +233,16 @@ class PolicyObjective:
         return terms
 
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
+        """Return the micro-batch's rows of a column of the batch, on the engine's device."""
         return to_device(self.batch[key][micro_batch.rows], self.engine.device)
 
     def _rows_or_none(self, key: str, micro_batch: PackedMicroBatch) -> Tensor | None:
+        """Return what `_rows` returns, or None if the batch has no such column."""
         return self._rows(key, micro_batch) if key in self.batch else None
 
 
 def _ratio_extremes(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of the smallest and the largest ratio of new to old probability."""
     return {
         "actor/ratio/min": log_ratio.masked_fill(~mask, torch.inf).min().exp(),
         "actor/ratio/max": log_ratio.masked_fill(~mask, -torch.inf).max().exp(),

@@ -92,14 +92,14 @@ def _forward(
     mlp = self.mlp
     is_gemma = isinstance(self, Gemma3DecoderLayer)
     x = hidden_states[0]
-    normed = _normed(x, self.input_layernorm, is_gemma)
+    normed = _apply_norm(x, self.input_layernorm, is_gemma)
     heads = (len(x), -1, attention.head_dim)
     query, key, value = (getattr(attention, f"{name}_proj")(normed).view(heads) for name in "qkv")
     half = attention.head_dim // 2
     cos, sin = (table[0, :, :half].float().contiguous() for table in position_embeddings)
     for_query, for_key = (getattr(attention, f"{name}_norm", None) for name in "qk")
-    query = _rotate(query, for_query, cos, sin, is_gemma)
-    key = _rotate(key, for_key, cos, sin, is_gemma)
+    query = _norm_and_rotate(query, for_query, cos, sin, is_gemma)
+    key = _norm_and_rotate(key, for_key, cos, sin, is_gemma)
     window_config = self.self_attn.config if isinstance(self, MistralDecoderLayer) else attention
     query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
     attended = packed_attention_forward(
@@ -120,10 +120,10 @@ def _forward(
     out = attention.o_proj(attended)
     if is_gemma:
         x = _Norm.apply(out, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps, 1.0, x)
-        normed = _normed(x, self.pre_feedforward_layernorm, True)
+        normed = _apply_norm(x, self.pre_feedforward_layernorm, True)
     else:
         x = x + out
-        normed = _normed(x, self.post_attention_layernorm, False)
+        normed = _apply_norm(x, self.post_attention_layernorm, False)
     code = ACTIVATION_CODES[_activation(self)]
     out = mlp.down_proj(_Gated.apply(mlp.gate_proj(normed), mlp.up_proj(normed), code))
     if is_gemma:
@@ -133,16 +133,19 @@ def _forward(
 
 
 def _activation(layer: Any) -> str:
+    """Return the name of a layer's activation function, as in the model's configuration."""
     config = layer.mlp.config
     return str(config.hidden_activation if isinstance(layer, Gemma3DecoderLayer) else config.hidden_act)
 
 
-def _normed(x: Tensor, norm: Any, is_gemma: bool) -> Tensor:
+def _apply_norm(x: Tensor, norm: Any, is_gemma: bool) -> Tensor:
+    """Return x [T, D] float32 after one of the layer's norms, in bfloat16."""
     eps = norm.eps if is_gemma else norm.variance_epsilon
     return _Norm.apply(x, norm.weight, eps, 1.0 if is_gemma else 0.0, None)
 
 
-def _rotate(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, is_gemma: bool) -> Tensor:
+def _norm_and_rotate(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, is_gemma: bool) -> Tensor:
+    """Return the heads x [T, H, D], normed if the model norms heads (`norm` is not None), and rotated."""
     weight = None
     eps = 0.0
     if norm is not None:
@@ -358,7 +361,8 @@ def _log_prob_backward(first, last, logits, labels, scale, figures, pulls):
 
 
 @jit
-def _inverse(x, eps):
+def _inverse_rms(x, eps):
+    """Return 1 / rms(x), the factor of an RMS norm without its weight."""
     total = _ZERO
     for i in range(x.shape[0]):
         total += load(x[i]) * load(x[i])
@@ -367,8 +371,9 @@ def _inverse(x, eps):
 
 @jit
 def _norm_forward(first, last, x, weight, eps, residual, out):
+    """Fill out with the norm of x, plus the residual if it has rows."""
     for row in range(first, last):
-        factor = _inverse(x[row], eps)
+        factor = _inverse_rms(x[row], eps)
         if residual.shape[0] > 0:
             for i in range(x.shape[1]):
                 out[row, i] = store(load(x[row, i]) * factor * weight[i] + residual[row, i], out[row, i])
@@ -386,7 +391,7 @@ def _norm_backward(first, last, x, weight, eps, grad, grad_x, grad_weight):
     width = x.shape[1]
     for block in range(first, last):
         for row in range(block * _BLOCK, min((block + 1) * _BLOCK, x.shape[0])):
-            factor = _inverse(x[row], eps)
+            factor = _inverse_rms(x[row], eps)
             total = _ZERO
             for i in range(width):
                 total += load(grad[row, i]) * weight[i] * load(x[row, i])
@@ -400,11 +405,12 @@ def _norm_backward(first, last, x, weight, eps, grad, grad_x, grad_weight):
 
 @jit
 def _rotate_forward(first, last, x, weight, eps, cos, sin, out):
+    """Fill out with the rotated heads of x. If `weight` has entries, the heads are normed first."""
     half = cos.shape[1]
     for row in range(first, last):
         for head in range(x.shape[1]):
             is_normed = weight.shape[0] > 0
-            factor = _inverse(x[row, head], eps) if is_normed else _ONE
+            factor = _inverse_rms(x[row, head], eps) if is_normed else _ONE
             for i in range(half):
                 a = load(x[row, head, i]) * factor
                 b = load(x[row, head, half + i]) * factor
@@ -439,7 +445,7 @@ def _rotate_backward(first, last, x, weight, eps, cos, sin, grad, grad_x, grad_w
                 factor = _ONE
                 pull = _ZERO
                 if weight.shape[0] > 0:
-                    factor = _inverse(x[row, head], eps)
+                    factor = _inverse_rms(x[row, head], eps)
                     total = _ZERO
                     for i in range(2 * half):
                         value = load(x[row, head, i])
@@ -472,7 +478,8 @@ def _gate_forward(first, last, gate, up, code, out):
 
 
 @jit
-def _gate_backward(first, last, gate, up, code, grad, of_gate, of_up):
+def _gate_backward(first, last, gate, up, code, grad, grad_gate, grad_up):
+    """Fill the gradients of gate and up from that of activation(gate) * up."""
     for row in range(first, last):
         for i in range(gate.shape[1]):
             x = load(gate[row, i])
@@ -483,7 +490,7 @@ def _gate_backward(first, last, gate, up, code, grad, of_gate, of_up):
                 inner = _TWO * _GELU_SCALE * (x + _GELU_CUBE * x * x * x)
                 slope = _TWO * _GELU_SCALE * (_ONE + _THREE * _GELU_CUBE * x * x)
             s = _sigmoid(inner)
-            of_up[row, i] = store(g * x * s, of_up[row, i])
-            of_gate[row, i] = store(
-                g * load(up[row, i]) * s * (_ONE + x * (_ONE - s) * slope), of_gate[row, i]
+            grad_up[row, i] = store(g * x * s, grad_up[row, i])
+            grad_gate[row, i] = store(
+                g * load(up[row, i]) * s * (_ONE + x * (_ONE - s) * slope), grad_gate[row, i]
             )

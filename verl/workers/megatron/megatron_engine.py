@@ -104,7 +104,7 @@ class MegatronEngine(Engine):
                     self.optimizer.set_shard(built.parameter(parameter.name), "param", local_tensor)
         self._pipeline = Pipeline(trained, built.config, num_outputs=3 if built.weights.has_head else 1)
         self._writing_group: dist.ProcessGroup | None = None  # for the threads that write snapshots
-        self._set_offloads(fsdp_config)
+        self._set_up_offloading(fsdp_config)
 
     # ------------------------------------------------------------------------------------------ computing
 
@@ -146,7 +146,8 @@ class MegatronEngine(Engine):
 
     # ------------------------------------------------------------------------------------------- memory
 
-    def _set_offloads(self, fsdp_config: AnyFsdp) -> None:
+    def _set_up_offloading(self, fsdp_config: AnyFsdp) -> None:
+        """Note which memory the configuration offloads between uses, and offload it."""
         on_cuda = self.device.type == "cuda"
         optimizer = self.optimizer
         self.offloads_params = on_cuda and bool(fsdp_config.param_offload)
@@ -230,7 +231,7 @@ class MegatronEngine(Engine):
         save_tensors(share, folder)
 
     def load_weights(self, folder: Path) -> None:
-        self._set_parameters(self._read_whole(folder))
+        self._set_parameters(self._read_whole_tensors(folder))
 
     @torch.no_grad()
     def _set_parameters(self, stream: Iterator[tuple[str, Tensor]]) -> None:
@@ -259,7 +260,7 @@ class MegatronEngine(Engine):
                 for name, whole in self._own_share(kind):
                     name = self._saved_name(name)
                     if kind == "param":
-                        model |= dict.fromkeys(self._saved_names(name), whole)
+                        model |= dict.fromkeys(self._with_tied_name(name), whole)
                         state[name] = {"step": torch.tensor(float(self.weights_version))}
                     else:
                         state[name][kind] = whole
@@ -274,7 +275,7 @@ class MegatronEngine(Engine):
         expected: dict[str, tuple[int, ...]] = {}
         for name, shape in self.built.weights.shapes().items():
             name = self._saved_name(name)
-            expected |= dict.fromkeys([f"model.{saved}" for saved in self._saved_names(name)], shape)
+            expected |= dict.fromkeys([f"model.{saved}" for saved in self._with_tied_name(name)], shape)
             if kinds == KINDS:
                 state = f"optimizer.state.{name}"
                 expected |= {f"{state}.step": (), f"{state}.exp_avg": shape, f"{state}.exp_avg_sq": shape}
@@ -283,7 +284,7 @@ class MegatronEngine(Engine):
             for kind in kinds:
                 prefix, ending = ("model.", "") if kind == "param" else ("optimizer.state.", f".{kind}")
                 for name, local_tensor in self._local_tensors(
-                    self._read_whole(folder / "dcp", prefix, ending)
+                    self._read_whole_tensors(folder / "dcp", prefix, ending)
                 ):
                     self.optimizer.set_shard(self.built.parameter(name), kind, local_tensor)
             self.weights_version = load_progress(folder, self.scheduler, self.device, dist.get_rank())
@@ -314,7 +315,7 @@ class MegatronEngine(Engine):
         """
         return f"model.{name}" if self.built.weights.has_head else name
 
-    def _saved_names(self, saved: str) -> list[str]:
+    def _with_tied_name(self, saved: str) -> list[str]:
         """Return a saved name and, for a tied embedding, its other name in a checkpoint."""
         is_tied = self.built.weights.has_head and self.built.shape.tied
         return [saved, *(["model.lm_head.weight"] if is_tied and saved == EMBEDDING else [])]
@@ -328,7 +329,9 @@ class MegatronEngine(Engine):
             if number % self.world_size == dist.get_rank():
                 yield name, whole.to("cpu", copy=True)
 
-    def _read_whole(self, folder: Path, prefix: str = "", ending: str = "") -> Iterator[tuple[str, Tensor]]:
+    def _read_whole_tensors(
+        self, folder: Path, prefix: str = "", ending: str = ""
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor in fp32 on the device) of a folder of `save_tensors`.
 
         The order is that of `whole_tensors`. All processes iterate together, and each tensor is read by one
@@ -362,4 +365,5 @@ class MegatronEngine(Engine):
 
 
 def _region_of(pieces: Mapping[str, Tensor], piece: Piece, region: tuple[slice, ...]) -> Tensor:
+    """Return a region of the whole tensor of a piece."""
     return pieces[piece.name][region]

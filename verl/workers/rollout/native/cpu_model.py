@@ -229,8 +229,7 @@ class CpuModel:
         cos, sin = self._tables[spec.rope_kinds[index]]
         tokens = qkv_array, batch.positions, batch.places, spec.num_heads
         norms = layer.q_norm, layer.k_norm, self._eps
-        turn = cpu_kernel.turn_and_keep
-        share_rows(turn, num_rows, *tokens, *norms, cos, sin, key_array, value_array)
+        share_rows(cpu_kernel.turn_and_keep, num_rows, *tokens, *norms, cos, sin, key_array, value_array)
         attended = _with_padding(num_rows, spec.num_heads * spec.head_dim, qkv.dtype)
         heads = attended.view(-1, spec.num_heads, spec.head_dim)
         if batch.num_decode:

@@ -121,6 +121,7 @@ class NativeEngine(RolloutEngine[NativeSession]):
             raise
 
     def _run(self) -> list[Completion]:
+        """Plan a step, run the model on it, and give each session its token; return the turns that ended."""
         step = self._scheduler.plan()
         if step.copies_before:
             self._runner.copy_blocks(*zip(*step.copies_before, strict=True))
