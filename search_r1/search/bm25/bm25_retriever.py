@@ -65,7 +65,7 @@ class BM25Retriever:
             )
         self.num_documents = len(corpus)
         self._inverse_norms = inverse_norms(self._index.header.average_length)
-        self._terms = _TermNumbers(self._index)
+        self._terms = _IndexedTermNumbers(self._index)
         self._searchers = [_Searcher(self._index, self._inverse_norms) for _ in range(num_threads)]
         self._pool = ThreadPoolExecutor(num_threads, "bm25") if num_threads > 1 else None
 
@@ -119,7 +119,7 @@ class BM25Retriever:
             self._pool.shutdown()
 
 
-class _TermNumbers(dict):
+class _IndexedTermNumbers(dict):
     """The numbers of words' terms, -1 for words that no document has.
 
     A word is looked up when it is first met.
