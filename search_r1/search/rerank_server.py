@@ -16,6 +16,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.utils.text import printable
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # this folder's files are no packages of their own
 
@@ -25,14 +27,20 @@ if TYPE_CHECKING:
     from search_r1.search.rerank import CrossEncoder
 
 
-def create_app(encoder: CrossEncoder, rerank_topk: int) -> FastAPI:
+def create_app(encoder: CrossEncoder, rerank_topk: int, host: str = "0.0.0.0") -> FastAPI:
     """Return the server over a cross-encoder.
 
-    `rerank_topk` is the number of documents per query when a request does not say.
+    Args:
+        encoder: The cross-encoder.
+        rerank_topk: The number of documents per query when a request does not say.
+        host: The address on which the server listens.
     """
     from fastapi import Body, FastAPI, HTTPException
 
+    from verl.utils.serving import Door, DoorRules
+
     app = FastAPI(title="Search-R1 rerank server", docs_url=None, redoc_url=None)
+    app.add_middleware(Door, rules=DoorRules(host=host))
     one_at_a_time = threading.Lock()
 
     @app.post("/rerank")
@@ -91,11 +99,14 @@ def main(argv: list[str] | None = None) -> int:
 
         encoder = CrossEncoder(model, arguments.batch_size, arguments.max_length)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     import uvicorn
 
-    uvicorn.run(create_app(encoder, arguments.rerank_topk), host=arguments.host, port=arguments.port)
+    from verl.utils.serving import SERVER_OPTIONS
+
+    app = create_app(encoder, arguments.rerank_topk, arguments.host)
+    uvicorn.run(app, host=arguments.host, port=arguments.port, **SERVER_OPTIONS)
     return 0
 
 

@@ -39,6 +39,7 @@ from search_r1.search.long_work import end_with_parent
 from search_r1.search.search_backend import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
+from verl.utils.text import printable
 
 if TYPE_CHECKING:  # it is slow to import, and mistakes in the flags are reported before
     import uvicorn
@@ -51,11 +52,8 @@ SECONDS_TO_RESTART = 0.5
 COULD_NOT_LOAD = 3  # exit status of a worker process that would fail again
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 UVICORN: dict[str, Any] = {
-    "ws": "none",
     "lifespan": "off",
     "log_level": "error",
-    "access_log": False,
-    "server_header": False,
     "proxy_headers": False,
     "backlog": BACKLOG,
     "timeout_keep_alive": 120,
@@ -100,7 +98,13 @@ def create_service(arguments: argparse.Namespace) -> RetrievalService:
     name = arguments.retriever_name.lower()
     key = arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
     service = RetrievalService(
-        load, arguments.corpus_path, name, arguments.topk, settings, api_key=key.strip() or None
+        load,
+        arguments.corpus_path,
+        name,
+        arguments.topk,
+        settings,
+        api_key=key.strip() or None,
+        host=arguments.host,
     )
     return service
 
@@ -116,8 +120,9 @@ def create_server(service: RetrievalService) -> uvicorn.Server:
     import uvicorn
 
     from search_r1.search.serving.app import create_app
+    from verl.utils.serving import SERVER_OPTIONS
 
-    return uvicorn.Server(uvicorn.Config(create_app(service), **UVICORN))
+    return uvicorn.Server(uvicorn.Config(create_app(service), **SERVER_OPTIONS | UVICORN))
 
 
 def serve(service: RetrievalService, listener: socket.socket, stopped: threading.Event) -> int:
@@ -257,7 +262,7 @@ def main(argv: list[str] | None = None, **defaults: str) -> int:
 
 def print_error(error: BaseException) -> int:
     """Print what can't be served, and return the exit status."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {printable(error)}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError) else 1
 
 

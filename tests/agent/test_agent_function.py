@@ -60,6 +60,21 @@ async def breaks(task, base_url):
     raise KeyError("the agent's own mistake")
 
 
+async def is_listened_to(task, base_url):
+    """Whoever counts does not find another episode, and a page of a browser reaches none."""
+    heard.append(base_url.split("/")[4])
+    body = {"messages": [{"role": "user", "content": "?"}]}
+    async with httpx.AsyncClient() as client:
+        for number in range(30):
+            guessed = base_url.replace(heard[0], f"s{number}")
+            assert (await client.post(f"{guessed}/chat/completions", json=body)).status_code == 404
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            reply = await client.post(f"{base_url}/chat/completions", json=body, headers=headers)
+            heard.append((reply.status_code, reply.json()["error"]["type"]))
+        await client.post(f"{base_url}/chat/completions", json=body)
+    return 1.0
+
+
 async def with_tools(task, base_url):
     """The OpenAI Agents SDK, a tool of its own."""
     from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
@@ -109,6 +124,12 @@ def test_another_history_begins_another_context():
     assert heard == ["to first\n", "to second\n"] and record["env_reward"] == 1.0
     assert record["contexts"] == [record["turns"][0]["obs_start"]]
     assert [prompt for kind, _, prompt in engine.calls if kind == "open"] == ["first\n", "second\n"]
+
+
+def test_an_episode_belongs_to_who_knows_its_id():
+    _, _, (record,) = play(lambda *_: "x", "is_listened_to", [{}])
+    assert record["env_reward"] == 1.0 and len(heard[0]) == 32
+    assert heard[1:] == [(403, "invalid_request_error")] * 2
 
 
 def test_mistakes_are_said_and_cost_the_episode_alone():

@@ -12,6 +12,7 @@ import uvicorn
 
 from verl.code_server.app import Settings, create_app
 from verl.code_server.walls import TIERS, Limits
+from verl.utils.serving import SERVER_OPTIONS
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,9 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
         limits=Limits(memory_mb=args.memory_mb, output_mb=args.max_output_mb),
         allow_packages=tuple(name for name in args.allow_packages.split(",") if name),
     )
-    config = uvicorn.Config(
-        create_app(settings), args.host, args.port, log_level="info", access_log=False, timeout_keep_alive=75
-    )
+    app = create_app(settings, args.host if args.fd is None else None)
+    config = uvicorn.Config(app, args.host, args.port, **SERVER_OPTIONS)
     server = uvicorn.Server(config)
 
     def end_with_stdin() -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import secrets
 import socket
 import threading
 import time
@@ -166,7 +167,7 @@ class AgentFunctionEnv(ProgramEnv):
         self.rewards = bool(config.get("rewards", True))
         self.stop = self.tool_format.stop
         self.row = dict(extras or {})
-        self.session_id = f"s{next(_numbers)}"
+        self.session_id = secrets.token_hex(16)  # whoever knows it can play this episode
 
     async def play(self, prompt: list[Message]) -> float | None:
         self.loop = asyncio.get_running_loop()
@@ -211,7 +212,8 @@ def _serve() -> str:
     from starlette.responses import Response
 
     from verl.environments.chat_requests import AgentRequest
-    from verl.utils.http_border import STREAM_END, ApiError, answer_errors, as_json, event
+    from verl.utils.http_border import STREAM_END, ApiError, answer_errors, as_json, event, openai_refusal
+    from verl.utils.serving import SERVER_OPTIONS, Door, DoorRules
 
     async def complete(request: Request) -> Response:
         try:
@@ -254,8 +256,11 @@ def _serve() -> str:
 
     app = Starlette()
     app.add_route("/sessions/{id}/v1/chat/completions", complete, methods=["POST"])
+    # Nobody but its agent knows an episode's id, so that clients need not say the type of their bodies.
+    app.add_middleware(Door, rules=DoorRules(host=HOST, needs_json=False), answer=openai_refusal)
     answer_errors(app)
     listener = socket.create_server((HOST, 0), backlog=1024)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    options = SERVER_OPTIONS | {"log_level": "warning", "lifespan": "off"}
+    server = uvicorn.Server(uvicorn.Config(app, **options))
     threading.Thread(target=server.run, args=([listener],), name="agent endpoint", daemon=True).start()
     return f"http://{HOST}:{listener.getsockname()[1]}"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
 from verl.monitor.runs import PICTURES, TABLE, Run, share_of_tags
 from verl.utils.json_files import last_steps, to_json
+from verl.utils.serving import SERVER_OPTIONS, Door, DoorRules
 
+HOST = "127.0.0.1"
+PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
 MOST_POINTS = 500  # maximum number of points of a curve
 
 
@@ -39,9 +47,30 @@ def page_data(folders: Sequence[Path], open_run: Callable[[Path], Run] = Run) ->
     return {"runs": entries, "panels": panels}
 
 
-def page_server(
-    folders: Sequence[Path], port: int, open_run: Callable[[Path], Run] = Run
-) -> ThreadingHTTPServer:
+class PageServer:
+    """The server of the page, which listens from its creation on."""
+
+    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+        options = SERVER_OPTIONS | {"log_level": "error", "lifespan": "off"}
+        self._listener = listener
+        self._server = uvicorn.Server(uvicorn.Config(app, **options))
+        self.server_port: int = listener.getsockname()[1]
+
+    def serve_forever(self) -> None:
+        """Serve until Ctrl-C, or until `shutdown` is called."""
+        self._server.run([self._listener])
+
+    def shutdown(self) -> None:
+        self._server.should_exit = True
+
+    def __enter__(self) -> PageServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+
+def page_server(folders: Sequence[Path], port: int, open_run: Callable[[Path], Run] = Run) -> PageServer:
     """Create the server, which listens already.
 
     Raises:
@@ -53,28 +82,18 @@ def page_server(
         open_run(folder)
     page = Path(__file__).with_name("page.html").read_bytes()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/data":
-                kind = "application/json"
-                content = to_json(page_data(folders, open_run)).encode()
-            elif self.path == "/":
-                kind = "text/html; charset=utf-8"
-                content = page
-            else:
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    async def show(request: Request) -> Response:
+        return Response(page, media_type="text/html", headers=PAGE_HEADERS)
 
-        def log_message(self, *_: Any) -> None:
-            pass
+    def data(request: Request) -> Response:  # in a thread, as it reads files
+        return Response(to_json(page_data(folders, open_run)).encode(), media_type="application/json")
 
+    app = Starlette()
+    app.add_route("/", show)
+    app.add_route("/data", data)
+    app.add_middleware(Door, rules=DoorRules(host=HOST))
     try:
-        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        return PageServer(app, socket.create_server((HOST, port), backlog=128))
     except OSError as error:
         raise ValueError(f"--serve: found port {port} taken ({error}); expected a free one") from None
 
@@ -82,5 +101,5 @@ def page_server(
 def serve(folders: Sequence[Path], port: int, open_run: Callable[[Path], Run]) -> None:
     """Serve the page until Ctrl-C."""
     with page_server(folders, port, open_run) as server:
-        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it, not the runs)", flush=True)
+        print(f"http://{HOST}:{server.server_port}/ (Ctrl-C ends it, not the runs)", flush=True)
         server.serve_forever()

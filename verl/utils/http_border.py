@@ -1,21 +1,21 @@
-"""The border where requests arrive and answers leave: errors in OpenAI's form, the token, limits."""
+"""Answers of servers with OpenAI's API: errors in its form, counts of answers, clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import HTTPException, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-MAX_BODY_BYTES = 64 << 20
+from verl.utils.text import encodable_json
+
 STREAM_END = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
@@ -64,48 +64,32 @@ def answer_errors(app: Starlette) -> None:
         app.add_exception_handler(kind, answer)
 
 
-class Guard:
-    """An ASGI application that checks the token, limits bodies and counts answers.
+def openai_refusal(status: int, detail: str) -> dict[str, Any]:
+    """Return the body of a refusal of `verl.utils.serving.Door` in OpenAI's form."""
+    codes = {401: "invalid_api_key", 503: "server_full"}
+    return ApiError(status, codes.get(status, "invalid_request"), detail).body
 
-    With a token all routes except /health need it.
-    """
 
-    def __init__(self, app: Any, token: str | None, counts: Counter[tuple[str, int]]) -> None:
+class AnswerCounter:
+    """An ASGI application that counts the answers of another one."""
+
+    def __init__(self, app: Any, counts: Counter[tuple[str, int]]) -> None:
         """Wrap an application.
 
         Args:
             app: The application.
-            token: The bearer token, or None if none is needed.
             counts: The number of answers by (route, status), which this updates.
         """
         self.app = app
         self.counts = counts
-        self.expected = None if token is None else f"Bearer {token}".encode()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        if self.expected is not None and scope["path"] != "/health":
-            authorization = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(authorization, self.expected):
-                message = "expected the header Authorization: Bearer <token>"
-                return await ApiError(401, "invalid_api_key", message).response()(scope, receive, send)
-        num_bytes = 0
-
-        async def limited() -> Any:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-            return message
-
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self.counts[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
             await send(message)
 
-        return await self.app(scope, limited, counted)
+        await self.app(scope, receive, counted if scope["type"] == "http" else send)
 
 
 async def unless_gone(request: Request, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -134,9 +118,16 @@ async def unless_gone(request: Request, works: Iterable[Coroutine[Any, Any, T]])
 
 
 def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(value), status, headers, "application/json")
+    return Response(_dumps(value), status, headers, "application/json")
 
 
 def event(value: Any) -> bytes:
     """Return a server-sent event of a stream."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + _dumps(value) + b"\n\n"
+
+
+def _dumps(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # half of a surrogate pair in a text of the client's own, which comes back
+        return orjson.dumps(encodable_json(value))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,9 +22,9 @@ from search_r1.search.serving.retrieve_endpoint import (
     MAX_QUERIES,
     MAX_QUERY_CHARS,
     RetrieveEndpoint,
-    key_matches,
 )
 from search_r1.search.serving.service import RetrievalService
+from verl.utils.serving import Door, DoorRules
 
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -34,11 +34,13 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
+OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json"})
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 REFUSALS = {
     400: "The body is not JSON",
     401: "The server asks for an api key, and it is missing or wrong",
+    403: "A web page of somebody else asks",
     408: "The body did not arrive in time",
     413: "Too many queries, too long a query, too many documents or too large a body",
     422: "The JSON has another shape, or topk is out of range",
@@ -112,9 +114,7 @@ def create_app(service: RetrievalService) -> ASGIApp:
     @rest.get(
         "/metrics", summary="Counters", response_class=PlainTextResponse, responses={401: refusals[401]}
     )
-    def metrics(request: Request) -> Response:
-        if service.api_key is not None and not key_matches(request.headers.raw, service.api_key):
-            raise HTTPException(401, "a valid api key is needed", headers={"WWW-Authenticate": "Bearer"})
+    def metrics() -> Response:
         return Response(service.metrics.write(), media_type=METRICS_TYPE)
 
     @rest.post("/retrieve", summary="Search", responses=refusals)
@@ -125,4 +125,10 @@ def create_app(service: RetrievalService) -> ASGIApp:
         is_search = scope["type"] == "http" and scope["path"] == "/retrieve"
         await (retrieve_endpoint if is_search else rest)(scope, receive, send)
 
-    return app
+    def count_refusal(scope: Scope, status: int, seconds: float) -> None:
+        if scope["path"] == "/retrieve":
+            service.metrics.observe_request(status, seconds)
+
+    # A search only reads, and many clients of Search-R1's protocol say no Content-Type.
+    rules = DoorRules(service.api_key, OPEN_PATHS, service.host, needs_json=False)
+    return Door(app, rules, on_refused=count_refusal)

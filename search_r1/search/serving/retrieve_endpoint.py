@@ -1,6 +1,6 @@
 """POST /retrieve as a bare ASGI callable: no framework stands between the socket and the queue.
 
-    api key -> body, timely and bounded -> parse_request -> Batcher.submit -> QueryAnswer -> the reply's JSON
+    Door (api key, bounds of the body) -> parse_request -> Batcher.submit -> QueryAnswer -> the reply's JSON
 
 Fields, their defaults and unknown fields are as in Search-R1's server. The documents' JSON goes into the
 reply as it is in the corpus. Every refusal is {"detail": reason}.
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
-from collections.abc import Iterable
 from functools import partial
 
 import orjson
@@ -22,19 +20,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from search_r1.search.launch import MAX_TOPK
-from search_r1.search.serving.batching import RETRY_SECONDS, Batcher, Refusal, Ticket
+from search_r1.search.serving.batching import Batcher, Refusal, Ticket
 from search_r1.search.serving.service import RetrievalService
 
 MAX_QUERIES = 16_384
 MAX_QUERY_CHARS = 16_384
 MAX_DOCUMENTS = 200_000  # queries times topk of one request: a reply of about 150 MB
-MAX_BODY_BYTES = 32 * 2**20
-MAX_OPEN_BYTES = 256 * 2**20  # the most bytes of the bodies of all open requests
-BODY_SECONDS = 30.0  # the time within which a body must arrive
 EXPECTED = 'expected {"queries": [string, ...], "topk": int, "return_scores": bool}, or "query": string'
 LOADING_RETRY_SECONDS = 2
 STOPPING_RETRY_SECONDS = 1
-REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 405: {"allow": "POST"}, 408: {"connection": "close"}}
 
 
 def parse_request(body: bytes | bytearray, default_topk: int) -> tuple[list[str], int, bool]:
@@ -92,27 +86,11 @@ def _decode(body: bytes | bytearray) -> object:
         raise Refusal(400, "the body is not valid JSON (UTF-8)") from None
 
 
-def key_matches(headers: Iterable[tuple[bytes, bytes]], api_key: str) -> bool:
-    """Return whether `Authorization: Bearer KEY` or `X-API-Key: KEY` is there.
-
-    It takes the same time for every key.
-    """
-    expected = api_key.encode()
-    matches = False
-    for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            matches |= hmac.compare_digest(value[7:].strip(), expected)
-        elif name == b"x-api-key":
-            matches |= hmac.compare_digest(value.strip(), expected)
-    return matches
-
-
 class RetrieveEndpoint:
     """The endpoint that answers requests to /retrieve from one service."""
 
     def __init__(self, service: RetrievalService) -> None:
         self._service = service
-        self._open_bytes = 0  # the bytes of the bodies of all open requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
@@ -141,29 +119,14 @@ class RetrieveEndpoint:
         service = self._service
         if scope["method"] != "POST":
             raise Refusal(405, "only POST is answered here")
-        if service.api_key is not None and not key_matches(scope["headers"], service.api_key):
-            raise Refusal(401, "a valid api key is needed: Authorization: Bearer KEY, or X-API-Key: KEY")
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in Request(scope, receive).stream():
-                    body += chunk
-                    self._open_bytes += len(chunk)
-                    if len(body) > MAX_BODY_BYTES:
-                        raise Refusal(413, f"the body is too large: at most {MAX_BODY_BYTES} bytes")
-                    if self._open_bytes > MAX_OPEN_BYTES:
-                        raise Refusal(503, "too many large requests at once", RETRY_SECONDS)
-            queries, topk, return_scores = parse_request(body, service.topk)
-            batcher = service.batcher
-            if batcher is None:
-                loading = f"still loading {service.corpus_path or service.backend}"
-                raise Refusal(503, loading, LOADING_RETRY_SECONDS)
-            ticket = batcher.submit(queries, topk, arrived, partial(_watch, receive, batcher))
-            await ticket.future
-        except TimeoutError:  # of the body, as the search has a deadline of its own
-            raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-        finally:
-            self._open_bytes -= len(body)
+        body = await Request(scope, receive).body()
+        queries, topk, return_scores = parse_request(body, service.topk)
+        batcher = service.batcher
+        if batcher is None:
+            loading = f"still loading {service.corpus_path or service.backend}"
+            raise Refusal(503, loading, LOADING_RETRY_SECONDS)
+        ticket = batcher.submit(queries, topk, arrived, partial(_watch, receive, batcher))
+        await ticket.future
         lists = [hits.write(return_scores) for hits in ticket.hits if hits is not None]
         assert len(lists) == len(queries), "a ticket ended without all its hits"
         return b'{"result":[%b]}' % b",".join(lists)
@@ -181,7 +144,7 @@ def _watch(receive: Receive, batcher: Batcher, ticket: Ticket) -> None:
 
 
 def _refused(refusal: Refusal) -> Response:
-    headers = dict(REFUSAL_HEADERS.get(refusal.status, {}))
+    headers = {"allow": "POST"} if refusal.status == 405 else {}
     if refusal.retry_after is not None:
         headers["retry-after"] = str(refusal.retry_after)
     content = orjson.dumps({"detail": refusal.detail})

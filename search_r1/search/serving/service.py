@@ -28,6 +28,7 @@ class RetrievalService:
         topk: int,
         settings: BatchSettings | None = None,
         api_key: str | None = None,
+        host: str = "0.0.0.0",
     ) -> None:
         """Create a service that is not loaded yet.
 
@@ -39,6 +40,7 @@ class RetrievalService:
             topk: Documents per query, for requests that don't say.
             settings: How queries are gathered.
             api_key: The key that clients must send. None means that there is none.
+            host: The address on which the server listens.
         """
         self._load = load
         self.corpus_path = corpus_path
@@ -46,6 +48,7 @@ class RetrievalService:
         self.topk = topk
         self.settings = settings or BatchSettings()
         self.api_key = api_key
+        self.host = host
         self.metrics = Metrics()
         self.retriever: SearchBackend | None = None
         self.batcher: Batcher | None = None

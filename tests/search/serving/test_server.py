@@ -15,6 +15,7 @@ from server_parts import DOCUMENTS, EchoRetriever, http, post
 from search_r1.search.client import SearchClient
 from search_r1.search.serving import retrieve_endpoint
 from search_r1.search.serving.service import RetrievalService
+from verl.utils import serving as door
 
 CURLS_TYPE = "application/x-www-form-urlencoded"  # of -d, if nobody names another
 
@@ -72,7 +73,7 @@ def test_limits_on_query_length_number_and_body_size(client, monkeypatch):
     monkeypatch.setattr(retrieve_endpoint, "MAX_QUERIES", 5)
     assert post(client, {"queries": ["town"] * 5}).status_code == 200
     assert post(client, {"queries": ["town"] * 6}).status_code == 413
-    monkeypatch.setattr(retrieve_endpoint, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(door, "MAX_BODY_BYTES", 100)
     assert post(client, {"queries": ["town"]}).status_code == 200
     assert "too large" in post(client, {"queries": ["town"] * 30}).text
 

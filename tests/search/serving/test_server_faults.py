@@ -17,7 +17,7 @@ import httpx
 import pytest
 from server_parts import EchoRetriever, echo_service, http, post
 
-from search_r1.search.serving import retrieve_endpoint
+from verl.utils import serving
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def head(length: int) -> bytes:
 
 
 def test_a_body_that_drips_is_refused_with_408(serve, monkeypatch):
-    monkeypatch.setattr(retrieve_endpoint, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(serving, "BODY_SECONDS", 0.3)
     with serve(echo_service()) as address, connect(address) as connection:
         connection.sendall(head(1000) + b" ")
         reply = b"".join(iter(lambda: connection.recv(2**16), b""))  # the server closes the connection
@@ -40,7 +40,7 @@ def test_a_body_that_drips_is_refused_with_408(serve, monkeypatch):
 
 
 def test_the_bodies_of_all_open_requests_are_bounded(serve, monkeypatch):
-    monkeypatch.setattr(retrieve_endpoint, "MAX_OPEN_BYTES", 3000)
+    monkeypatch.setattr(serving, "MAX_OPEN_BYTES", 3000)
     body = {"queries": ["x" * 1800]}
     with serve(echo_service()) as address, http(address) as client:
         with connect(address) as connection:

@@ -1,0 +1,42 @@
+"""Texts of others: what a terminal can be shown of them, and what UTF-8 can't encode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Control characters without tab and newline, marks that change the direction of writing, and halves of
+# surrogate pairs. A terminal takes some of them as commands: to rename its window, to write the clipboard.
+_NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(value: object) -> str:
+    """Return a text in which nothing is a command to a terminal: such characters become escapes (`\\x1b`)."""
+    return _NOT_SHOWN.sub(lambda match: ascii(match.group())[1:-1], str(value))
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can encode.
+
+    Half of a surrogate pair becomes U+FFFD. JSON can spell it ("\\ud83d"), and no tokenizer and no file takes
+    it.
+    """
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def encodable_json(value: Any) -> Any:
+    """Return JSON's data with `encodable` texts, keys included."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, Mapping):
+        return {encodable_json(key): encodable_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encodable_json(item) for item in value]
+    return value
