@@ -25,6 +25,7 @@ class StandIn:
 
     def __init__(self, answer):
         self.asked = []
+        self.usage = {"prompt_tokens": 1000, "completion_tokens": 100}
         stand_in = self
         self.stop = threading.Event()
 
@@ -40,8 +41,7 @@ class StandIn:
                     stand_in.stop.wait(30)
                     self.close_connection = True
                     return
-                message = {"choices": [{"message": {"content": said}}]}
-                message["usage"] = {"prompt_tokens": 1000, "completion_tokens": 100}
+                message = {"choices": [{"message": {"content": said}}], "usage": stand_in.usage}
                 text = json.dumps(message if isinstance(said, str) else {"error": "no"}).encode()
                 self.send_response(200 if isinstance(said, str) else said)
                 self.send_header("Content-Length", str(len(text)))
@@ -210,6 +210,59 @@ def test_the_run_stops_at_the_cost_limit_and_goes_on_from_there(stand_in, tmp_pa
     assert make_verifier("general-quality", more).verify_many([sample(2)])[0].cost == 0
     with pytest.raises(ValueError, match="cost_limit needs them"):
         make_verifier("general-quality", settings(server, cost_limit=1.0))
+
+
+def test_many_verdicts_at_once_stay_within_the_cost_limit(stand_in):
+    server = stand_in(lambda prompt, n: '{"SCORE": 5}')
+    server.usage = {"prompt_tokens": 1000, "completion_tokens": 0}
+    limited = settings(server, prices=[1000.0, 0.0], cost_limit=5.0, concurrency=64)
+    with pytest.raises(VerifierLimit, match="cost 5.00 US dollars"):
+        make_verifier("general-quality", limited).verify_many([sample(i) for i in range(64)])
+    assert len(server.asked) == 5
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        {},
+        [],
+        "many",
+        {"prompt_tokens": -1000, "completion_tokens": 100},
+        {"prompt_tokens": float("nan"), "completion_tokens": 100},
+        {"prompt_tokens": float("inf"), "completion_tokens": 100},
+        {"prompt_tokens": "1000", "completion_tokens": 100},
+        {"prompt_tokens": True, "completion_tokens": 100},
+    ],
+)
+def test_what_is_no_cost_neither_counts_as_nothing_nor_is_given_back(stand_in, usage):
+    server = stand_in(lambda prompt, n: '{"SCORE": 5}')
+    server.usage = usage
+    limited = settings(server, prices=[1000.0, 1000.0], cost_limit=1.0, max_tokens=100)
+    verifier = make_verifier("general-quality", limited)
+    with pytest.raises(VerifierLimit):
+        for number in range(20):
+            (verdict,) = verifier.verify_many([sample(number)])
+            assert verdict.score is None and "expected numbers of tokens" in verdict.detail
+    assert verifier.judge.spent >= 1.0 and len(server.asked) < 20
+    without_limit = make_verifier("general-quality", settings(server, prices=[1000.0, 1000.0]))
+    (verdict,) = without_limit.verify_many([sample()])
+    assert (verdict.score, verdict.cost) == (0.5, 0.0)
+
+
+def test_damaged_lines_of_kept_verdicts_are_skipped_with_a_note(stand_in, tmp_path, capsys):
+    server = stand_in(lambda prompt, n: '{"SCORE": 5}')
+    make_verifier("general-quality", settings(server, tmp_path)).verify_many([sample()])
+    path = tmp_path / CACHE_FILE
+    entry = json.loads(path.read_text())
+    damages = ({"score": 99}, {"score": "x"}, {"score": float("nan")}, {"cost": -5}, {"cost": float("nan")})
+    lines = [json.dumps(entry | damage | {"key": f"k{n}"}) for n, damage in enumerate(damages)]
+    path.write_bytes(b"\n".join([*map(str.encode, lines), b"[]", b"5", b"{}", b"\xff\xfe", b'{"key": "ha']))
+    verifier = make_verifier("general-quality", settings(server, tmp_path, prices=[1.0, 1.0], cost_limit=1.0))
+    assert verifier.verify_many([sample()])[0].score == 0.5 and len(server.asked) == 2
+    assert verifier.judge.spent == pytest.approx(0.0011)
+    note = capsys.readouterr().out
+    assert f"{CACHE_FILE}: 10 lines hold no verdict and are skipped: line 1 " in note
 
 
 def test_a_rubric_is_the_weighted_mean_of_its_criteria(stand_in):

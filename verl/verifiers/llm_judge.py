@@ -10,7 +10,9 @@ the response could not be verified.
 
 A verdict is kept in the run's folder (judge_verdicts.jsonl) by model, temperature, prompt and answer, so that
 a run that goes on pays for none twice. The run stops when `verifiers.judge.cost_limit` is reached. It can go
-on from there with a higher limit. The key is read from VERIFIERS_JUDGE_API_KEY.
+on from there with a higher limit. With a limit the most that a request may cost is reserved before it is
+sent, and an answer without numbers of tokens (`usage`) is no verdict, because nobody knows what it has cost.
+The key is read from VERIFIERS_JUDGE_API_KEY.
 
 The scores are 1 to 10 for general-quality and general-quality_ref, 0, 1 or 2 for a criterion of a rubric, and
 0 or 1 for all others.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -35,10 +38,12 @@ import httpx
 
 from verl.config.environments import JudgeConfig
 from verl.utils.patient import RequestFailed, post_patiently
+from verl.utils.text import printable
 from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
 API_KEY_VARIABLE = "VERIFIERS_JUDGE_API_KEY"
 CACHE_FILE = "judge_verdicts.jsonl"
+RESERVE_SECONDS = 0.02  # between two looks at whether a request has room within the cost limit
 _THOUGHTS = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)  # an unfinished one, too
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SCORE = re.compile(r'"score"\s*:\s*"?\s*(-?\d+(?:\.\d+)?|true|false|yes|no)\b', re.IGNORECASE)
@@ -79,6 +84,9 @@ class Judge:
         self.config = config
         self.path = None if folder is None else folder / CACHE_FILE
         self.spent = 0.0
+        self._reserved = 0.0  # for the requests under way
+        self._dearest = 0.0  # the most that a request has cost so far
+        self._knows_costs = False  # whether a request has been answered with its cost
         self._lock = threading.Lock()
         self.cached_verdicts: dict[str, Verdict] = {}
         self._line_prefix = "\n"  # ends a half line that a run left when it was killed
@@ -92,14 +100,7 @@ class Judge:
         # This is not in the constructor because a new run first puts the folder of an old one aside.
         with self._lock:
             if not self._is_read and self.path is not None and self.path.exists():
-                for line in self.path.read_text(encoding="utf-8").splitlines():
-                    try:
-                        entry = json.loads(line)
-                    except ValueError:  # a half line, or an empty one
-                        continue
-                    self.spent += entry["cost"]
-                    if entry["score"] is not None:
-                        self.cached_verdicts[entry["key"]] = Verdict(entry["score"], entry["answer"])
+                self._read_cache(self.path)
             self._is_read = True
 
         async def ask_all() -> dict[tuple[str, float], Any]:
@@ -126,6 +127,60 @@ class Judge:
             verdicts[prompt] = replace(verdicts[prompt], cost=0.0)
         return answers
 
+    def _read_cache(self, path: Path) -> None:
+        """Take the verdicts that a run has kept. Lines that hold none are skipped, and a note says so."""
+        skipped = []
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                cost = _checked_number(entry["cost"], math.inf)
+                score = None if entry["score"] is None else _checked_number(entry["score"], 1.0)
+                verdict = Verdict(score, str(entry["answer"]))
+                key = str(entry["key"])
+            except (ValueError, LookupError, TypeError) as error:
+                skipped.append(f"line {number} ({type(error).__name__}: {error})")
+                continue
+            self.spent += cost
+            if score is not None:
+                self.cached_verdicts[key] = verdict
+        if skipped:
+            print(
+                printable(f"note: {path}: {len(skipped)} lines hold no verdict and are skipped: {skipped[0]}")
+            )
+
+    async def _reserve(self, prompt: str) -> float:
+        """Wait until a request has room within the cost limit, and return what is reserved for it.
+
+        A request that is under way alone may cost more than is left. So the limit is passed by one request at
+        most. Raises VerifierLimit if the limit is reached.
+        """
+        config = self.config
+        if config.cost_limit is None:
+            return 0.0
+        price_read, price_written = config.prices
+        # No tokenizer makes more tokens than a text has bytes.
+        most = (len(prompt.encode(errors="replace")) * price_read + config.max_tokens * price_written) / 1e6
+        while True:
+            with self._lock:
+                if self.spent >= config.cost_limit:
+                    raise VerifierLimit(
+                        f"the judge has cost {self.spent:.2f} US dollars (verifiers.judge.cost_limit="
+                        f"{config.cost_limit:g}); raise it, and the same command goes on with the verdicts "
+                        "so far"
+                    )
+                share = max(most, self._dearest)
+                has_room = self._knows_costs and self.spent + self._reserved + share <= config.cost_limit
+                if has_room or not self._reserved:
+                    self._reserved += share
+                    return share
+            await asyncio.sleep(RESERVE_SECONDS)
+
+    def _release(self, share: float) -> None:
+        with self._lock:
+            self._reserved = max(0.0, self._reserved - share)
+
     async def _verdict(
         self, client: httpx.AsyncClient, places: asyncio.Semaphore, prompt: str, highest: float
     ) -> Verdict:
@@ -142,16 +197,16 @@ class Judge:
         body |= {"max_completion_tokens": config.max_tokens, "temperature": config.temperature}
         content = json.dumps(body)  # in ASCII, because half a surrogate pair can't be sent otherwise
         async with places:
-            if config.cost_limit is not None and self.spent >= config.cost_limit:
-                raise VerifierLimit(
-                    f"the judge has cost {self.spent:.2f} US dollars (verifiers.judge.cost_limit="
-                    f"{config.cost_limit:g}); raise it, and the same command goes on with the verdicts so far"
-                )
-            until = time.monotonic() + config.timeout
+            until: float | None = None
             try:
                 while nonsense < 3:
-                    reply = await post_patiently(client, url, content, until - time.monotonic())
-                    verdict = self._read(reply, key, highest)
+                    share = await self._reserve(prompt)
+                    until = until or time.monotonic() + config.timeout
+                    try:
+                        reply = await post_patiently(client, url, content, until - time.monotonic())
+                        verdict = self._read(reply, key, highest, share)
+                    finally:
+                        self._release(share)
                     cost += verdict.cost
                     if verdict.score is not None:
                         return replace(verdict, cost=cost)
@@ -161,23 +216,35 @@ class Judge:
                 problem = f"{error} {problem}".strip()
         return Verdict(None, f"{config.base_url}: {problem}", cost)
 
-    def _read(self, reply: httpx.Response, key: str, highest: float) -> Verdict:
+    def _read(self, reply: httpx.Response, key: str, highest: float, share: float) -> Verdict:
         """Read the verdict in a reply, and keep it.
 
-        The detail of the verdict is the text of the reply, or "" if the reply has another shape.
+        The detail of the verdict is the text of the reply, or what is wrong with the reply.
+
+        Args:
+            reply: The reply.
+            key: The key of the verdict.
+            highest: The highest score.
+            share: What was reserved for the request, which counts where the reply has no cost.
         """
         answer = ""
-        cost = 0.0
+        content = None
         with suppress(ValueError, LookupError, TypeError, AttributeError):
             content = reply.json()
-            usage = content.get("usage") or {}
-            for name, price in zip(("prompt_tokens", "completion_tokens"), self.config.prices, strict=True):
-                cost += (usage.get(name) or 0) * price / 1e6
             answer = str(content["choices"][0]["message"]["content"])
         score = score_of(answer, highest)
         score = None if score is None else score / highest
+        cost = _cost_of(content, self.config.prices)
+        has_cost = cost is not None
+        if not has_cost and self.config.cost_limit is not None:
+            score = None
+            usage = content.get("usage") if isinstance(content, dict) else None
+            answer = f"usage {usage!r:.100}; expected numbers of tokens, as verifiers.judge.cost_limit is set"
+        cost = share if cost is None else cost
         with self._lock:
             self.spent += cost
+            self._dearest = max(self._dearest, cost)
+            self._knows_costs = self._knows_costs or has_cost
             if score is not None:
                 self.cached_verdicts[key] = Verdict(score, answer)
             if self.path is not None:
@@ -201,7 +268,8 @@ class JudgeVerifier(Verifier):
                 f"Found rows for {self.name} without a judge; set verifiers.judge.base_url "
                 "(http://host:port/v1) and verifiers.judge.model."
             )
-        if len(config.prices) != 2 or (config.cost_limit is not None and not sum(config.prices)):
+        are_prices = len(config.prices) == 2 and all(0 <= price < math.inf for price in config.prices)
+        if not are_prices or (config.cost_limit is not None and not sum(config.prices)):
             raise ValueError(
                 f"Found verifiers.judge.prices={config.prices}; expected two numbers, US dollars per million "
                 "tokens read and written (cost_limit needs them)."
@@ -269,6 +337,27 @@ def read_rubric(label: Any) -> tuple[str, list[tuple[str, float]]]:
             f'Found rubric label {label!r:.200} ({error}); expected {{"query", "rubrics": [{{"description", '
             '"weight"}]}.'
         ) from None
+
+
+def _checked_number(value: Any, most: float) -> float:
+    """Return a number from 0 to `most`. Raises ValueError for anything else, and for infinity."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 <= value <= most and math.isfinite(value)):
+        raise ValueError(f"found {value!r:.40}; expected a number from 0 to {most:g}")
+    return float(value)
+
+
+def _cost_of(content: Any, prices: Sequence[float]) -> float | None:
+    """Return the US dollars that a reply has cost by its `usage`, or None if it does not say it."""
+    try:
+        numbers = [content["usage"][name] for name in ("prompt_tokens", "completion_tokens")]
+        cost = sum(
+            _checked_number(number, math.inf) * price / 1e6
+            for number, price in zip(numbers, prices, strict=True)
+        )
+        return _checked_number(cost, math.inf)
+    except (ValueError, LookupError, TypeError, OverflowError):
+        return None
 
 
 def final_answer(text: str) -> str:
