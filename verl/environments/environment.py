@@ -8,9 +8,10 @@ docs/environments.md shows how to use it. The loop (`verl/agent/loop.py`) calls 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Real
-from typing import Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict, get_args, get_type_hints
 
 import numpy as np
 
@@ -105,6 +106,37 @@ class ToolGroup:
         if name not in self._tools:
             raise ValueError(f"Found tool {name!r} in group {self.name!r}; expected {self.get_tool_names()}.")
         return self._tools[name](*args, **kwargs)
+
+
+class EnvConfig(dict[str, Any]):
+    """The settings of an environment: a dictionary whose values are attributes, too, as in SkyRL.
+
+    Example: EnvConfig({"topk": 3}).topk == EnvConfig({"topk": 3})["topk"] == 3
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            names = ", ".join(self) or "none"
+            raise AttributeError(f"Found no {name!r} in env_config (it has: {names}); set it there.")
+        value = self[name]
+        return EnvConfig(value) if isinstance(value, Mapping) else value
+
+
+def env_config_of(cls: Callable[..., Any], settings: Mapping[str, Any]) -> EnvConfig:
+    """Return settings for an environment's class.
+
+    Where the class says by a dataclass what its `env_config` is, as SkyRL's do, the dataclass's defaults
+    stand for what the settings leave out.
+    """
+    defaults: dict[str, Any] = {}
+    with suppress(NameError, TypeError, AttributeError):  # annotations of others may be anything
+        annotation = get_type_hints(cls.__init__).get("env_config")  # type: ignore[misc]
+        for kind in (annotation, *get_args(annotation)):
+            if isinstance(kind, type) and is_dataclass(kind):
+                for field in fields(kind):
+                    if field.default is not MISSING:
+                        defaults[field.name] = field.default
+    return EnvConfig({**defaults, **settings})
 
 
 class BaseTextEnv:

@@ -51,6 +51,7 @@ from verl.environments.environment import (
     EpisodeFailed,
     Message,
     check_stop,
+    env_config_of,
     make_environment,
 )
 from verl.environments.registry import load_class
@@ -211,7 +212,7 @@ class EnvironmentRunner:
         self.timeout = block.step_timeout
         self.calls = calls
         self._cls = cls
-        self._kwargs = {**default_kwargs, "env_config": dict(env_config)}
+        self._kwargs = {**default_kwargs, "env_config": env_config_of(cls, env_config)}
         self.executor_kind = getattr(cls, "runs", "thread") if block.executor == "auto" else block.executor
         if inspect.iscoroutinefunction(getattr(cls, "step", None)) and block.executor != "process":
             if block.executor == "inline":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.environments.environment import EXECUTORS, check_stop, make_environment
+from verl.environments.environment import EXECUTORS, check_stop, env_config_of, make_environment
 from verl.plugins import load_plugins
 from verl.utils.importing import import_named
 
@@ -85,4 +85,7 @@ def make(env_class: str, **kwargs: Any) -> Any:
         kwargs: `env_config` and `extras`, as in SkyRL.
     """
     cls, default_kwargs = load_class(env_class)
-    return make_environment(cls, {**default_kwargs, **kwargs})
+    kwargs = {**default_kwargs, **kwargs}
+    if isinstance(kwargs.get("env_config"), Mapping):
+        kwargs["env_config"] = env_config_of(cls, kwargs["env_config"])
+    return make_environment(cls, kwargs)
