@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -8,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verl.environments import make
-from verl.environments.text2sql import is_ordered, read_solution
+from verl.environments.text2sql import is_ordered, query, read_solution
 from verl.utils.errors import CouldNotVerify
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
 # One operation that takes an hour, in which SQLite does not look whether it should stop.
 STUBBORN = "SELECT instr(hex(zeroblob(8000000)), hex(zeroblob(1000000)) || '1')"
+NUMBERS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000)"
+PRINTF = "sum(length(printf('%.*c', 1000000000 + i, 'x')))"
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +152,9 @@ def test_a_query_without_end_is_stopped_and_its_process_goes_on(world):
 
 @pytest.mark.slow
 def test_an_operation_that_does_not_listen_ends_with_its_process(world):
-    assert "more than 1.2 seconds" in look(world(seconds=0.1), STUBBORN)
+    assert "stopped after 0.1 s of computing" in look(world(seconds=0.1), STUBBORN)
     assert solve(world(seconds=0.1), STUBBORN) == 0
-    with pytest.raises(CouldNotVerify, match=r"the right query .*more than 1.2 seconds"):
+    with pytest.raises(CouldNotVerify, match=r"the right query .*stopped after 0.1 s of computing"):
         solve(world(STUBBORN, seconds=0.1), "SELECT 1")
 
 
@@ -189,3 +192,17 @@ def test_mistakes_of_the_user_are_told(world, folder):
         world(data="birds")
     with pytest.raises(ValueError, match="env_config.text2sql.db_path"):
         make("text2sql", extras={"db_id": "shop", "reward_spec": {"ground_truth": "SELECT 1"}})
+
+
+@pytest.mark.parametrize("sql", [STUBBORN, f"SELECT {PRINTF} FROM n"], ids=["instr", "printf"])
+def test_one_operation_that_does_not_listen_is_ended_at_its_own_limit(sql):
+    """The process may compute for a minute, and this query for a fifth of a second."""
+    pid = os.fork()
+    if pid == 0:  # as a process of `KillableWorkers`
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, 60)
+        with contextlib.suppress(Exception):
+            query(":memory:", f"{NUMBERS} {sql}", 0.2, 1)
+        os._exit(0)
+    _, _, usage = os.wait4(pid, 0)
+    assert usage.ru_utime + usage.ru_stime < 2.0

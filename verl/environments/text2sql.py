@@ -14,13 +14,15 @@ databases lie as in one of these collections. `env_config`: {"db_path": the fold
 
 Queries run in processes that can be killed. A connection only reads: the file is opened with mode=ro,
 `query_only` is set, and an authorizer refuses everything else (ATTACH, PRAGMA, load_extension, writing).
-SQLite is asked to stop after `seconds` of processor time. If a single operation does not listen, the kernel
-ends the process a little later. Both SQLite and the kernel limit the memory.
+SQLite is asked to stop after `seconds` of processor time. If a single operation does not listen, such as one
+call of printf that makes a gigabyte, the kernel ends the process half a second later. Both SQLite and the
+kernel limit the memory.
 """
 
 import os
 import re
 import resource
+import signal
 import sqlite3
 import time
 from collections import Counter
@@ -33,7 +35,7 @@ from urllib.parse import quote
 from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
 from verl.utils.errors import CouldNotVerify
 from verl.utils.rows import row_max_turns
-from verl.verifiers.workers import CheckFailed, shared_workers
+from verl.verifiers.workers import CheckFailed, LimitExceeded, shared_workers
 
 FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",
@@ -44,6 +46,7 @@ MAX_ROWS = 50  # the most rows of a result that the policy is shown
 MAX_CHARACTERS = 9_000  # the most characters of a result that the policy is shown
 MEMORY_BYTES = 256 << 20
 MAX_COMPARED_ROWS = 1_000_000
+GRACE_SECONDS = 0.5  # of computing, until a query that does not stop by itself is stopped
 
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 _REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}
@@ -97,10 +100,16 @@ class SQLEnv(BaseTextEnv):
             try:
                 text = self.workers.call_in_any("query_as_text", self.file, match[1], self.seconds)
             except CheckFailed as error:
-                text = f"Error: {error}"
+                text = f"Error: {self._problem(error)}"
         content = f"\n\n<observation>{text}\n<reminder>Turns left: {num_left}.</reminder></observation>\n\n"
         observations = [{"role": "user", "content": content}]
         return {"observations": observations, "reward": 0.0, "done": False, "metadata": {}}
+
+    def _problem(self, error: CheckFailed) -> str:
+        """Return what is told of a query that failed."""
+        if isinstance(error, LimitExceeded) and str(error).startswith("more than"):  # the process's clock
+            return f"stopped after {self.seconds:g} s of computing"
+        return str(error)
 
     def _reward(self) -> float:
         solution = read_solution(self.actions)
@@ -114,7 +123,7 @@ class SQLEnv(BaseTextEnv):
                     "is_equal", self.file, sql, self.gold, self.seconds, ordered
                 )
             except CheckFailed as error:
-                problem = error
+                problem = self._problem(error)
         raise CouldNotVerify(f"text2sql: the right query {self.gold!r} on {self.file}: {problem}")
 
 
@@ -173,6 +182,9 @@ def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str
     # "immutable" needs no lock and leaves no files beside the database. It misses changes in a log, so it is
     # not used where there is one.
     immutable = "" if os.path.exists(file + "-wal") else "&immutable=1"
+    is_clocked = signal.getitimer(signal.ITIMER_PROF)[0] > 0  # in a process that the clock may end
+    if is_clocked:
+        signal.setitimer(signal.ITIMER_PROF, seconds + GRACE_SECONDS)
     connection = sqlite3.connect(f"file:{quote(file)}?mode=ro{immutable}", uri=True, isolation_level=None)
     try:
         connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
@@ -192,6 +204,8 @@ def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str
         raise
     finally:
         connection.close()
+        if is_clocked:  # what follows, a comparison, has a time of its own
+            signal.setitimer(signal.ITIMER_PROF, seconds + GRACE_SECONDS)
 
 
 def query_as_text(file: str, sql: str, seconds: float) -> str:
