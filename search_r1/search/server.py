@@ -39,11 +39,16 @@ from search_r1.search.long_work import end_with_parent
 from search_r1.search.search_backend import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
+from verl.utils.addresses import is_loopback, open_socket
 from verl.utils.text import printable
 
 if TYPE_CHECKING:  # it is slow to import, and mistakes in the flags are reported before
     import uvicorn
 
+OPEN_NOTE = (
+    "note: the server listens on {host} without a key: whoever reaches this machine can search. "
+    "--host 127.0.0.1 keeps it to this machine; with {variable} in the environment it asks for a key"
+)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SHUTDOWN_SECONDS = 5  # the time of open requests after a stop, as a client may never finish its own
 BACKLOG = 2048
@@ -59,23 +64,6 @@ UVICORN: dict[str, Any] = {
     "timeout_keep_alive": 120,
     "timeout_graceful_shutdown": SHUTDOWN_SECONDS,
 }
-
-
-def open_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket, so that a taken port is one clear error.
-
-    Raises ValueError if the port or the host can't be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # If the protocol is named, asyncio switches Nagle's algorithm off. Otherwise a reply can wait 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ValueError(f"can't listen on {host}:{port} ({error}): try another --host or --port") from None
-    return listener
 
 
 def create_service(arguments: argparse.Namespace) -> RetrievalService:
@@ -96,17 +84,22 @@ def create_service(arguments: argparse.Namespace) -> RetrievalService:
         return retriever
 
     name = arguments.retriever_name.lower()
-    key = arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
     service = RetrievalService(
         load,
         arguments.corpus_path,
         name,
         arguments.topk,
         settings,
-        api_key=key.strip() or None,
+        api_key=api_key_of(arguments),
         host=arguments.host,
     )
     return service
+
+
+def api_key_of(arguments: argparse.Namespace) -> str | None:
+    """Return the key that clients must send, or None if there is none."""
+    key = arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
+    return key.strip() or None
 
 
 def uses_gpu() -> bool:
@@ -249,6 +242,8 @@ def main(argv: list[str] | None = None, **defaults: str) -> int:
         signal.signal(number, lambda *_: stopped.set())
     if arguments.workers == 1:
         listener.listen(BACKLOG)  # before the line is printed, so that whoever reads it can connect
+    if not is_loopback(arguments.host) and not api_key_of(arguments):
+        print(OPEN_NOTE.format(host=arguments.host, variable=API_KEY_VARIABLE), file=sys.stderr, flush=True)
     print(f"retrieval server on http://{arguments.host}:{listener.getsockname()[1]}/retrieve", flush=True)
     if arguments.workers > 1:
         return serve_with_workers(arguments, listener)

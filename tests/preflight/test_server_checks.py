@@ -54,7 +54,7 @@ def test_a_server_with_the_corpus_meant_is_no_trouble_and_another_corpus_is_an_e
         assert look(url, corpus=served) == [] == look(url, corpus=f"{served}.gz")
         (finding,) = look(url, corpus=meant)
         assert "No such file" in look(url, corpus=tmp_path / "none.jsonl")[0].what
-    assert f"serves {served}" in finding.what and f"retriever.corpus_path={meant}" in finding.what
+    assert f"serves {served.name}" in finding.what and f"retriever.corpus_path={meant}" in finding.what
     assert finding.do == f"bash retrieval_launch.sh --corpus_path {meant}" and finding.level == "error"
 
 

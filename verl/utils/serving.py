@@ -23,6 +23,8 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from verl.utils.addresses import is_loopback
+
 MAX_HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 20.0  # the time within which the head of a request must arrive
 MAX_BODY_BYTES = 64 << 20
@@ -302,14 +304,6 @@ def _text(value: bytes) -> str:
 
 def _shown(value: bytes) -> str:
     return ascii(_text(value)[:80])
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def is_own_name(host: str) -> bool:

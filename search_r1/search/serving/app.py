@@ -4,7 +4,7 @@
     GET  /health        loading or ready, and of what   GET /openapi.json   this list, with schemas
     GET  /              a search page for people        GET /docs           the same for people
 
-With an api key, /retrieve and /metrics ask for it.
+With an api key, /retrieve and /metrics ask for it, and /health tells the paths of files to whoever has it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,7 +24,7 @@ from search_r1.search.serving.retrieve_endpoint import (
     RetrieveEndpoint,
 )
 from search_r1.search.serving.service import RetrievalService
-from verl.utils.serving import Door, DoorRules
+from verl.utils.serving import Door, DoorRules, key_matches
 
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -108,8 +108,9 @@ def create_app(service: RetrievalService) -> ASGIApp:
         return Response(page, media_type="text/html", headers=PAGE_HEADERS)
 
     @rest.get("/health", summary="Loading or ready, and what is loaded")
-    async def health() -> dict[str, Any]:
-        return service.health()
+    async def health(request: Request) -> dict[str, Any]:
+        key = service.api_key
+        return service.health(with_paths=key is not None and key_matches(request.headers.raw, key))
 
     @rest.get(
         "/metrics", summary="Counters", response_class=PlainTextResponse, responses={401: refusals[401]}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from search_r1.search.corpus import file_identity
@@ -15,6 +17,7 @@ from search_r1.search.serving.batching import Batcher
 from search_r1.search.serving.metrics import Metrics
 
 CLOSE_SECONDS = 2.0
+_FOLDERS = re.compile(r"(?<!\S)[~.]{0,2}(?:[^\s/:]+/|/)+(?=[^\s/])")  # "loading data/x.index", no URL
 
 
 class RetrievalService:
@@ -83,10 +86,13 @@ class RetrievalService:
         self._loader.start()
         return self._loader
 
-    def health(self) -> dict[str, Any]:
-        """Return what GET /health says."""
+    def health(self, with_paths: bool = True) -> dict[str, Any]:
+        """Return what GET /health says.
+
+        Without paths, of files and folders only their names are told.
+        """
         retriever = self.retriever
-        return {
+        report = {
             "status": "loading" if retriever is None else "ready",
             "progress": self.progress,
             "backend": self.backend,
@@ -97,6 +103,7 @@ class RetrievalService:
             "topk": self.topk,
             "api_key_needed": self.api_key is not None,
         }
+        return report if with_paths else _without_folders(report)
 
     def close(self) -> bool:
         """End the worker and give the backend back.
@@ -111,3 +118,16 @@ class RetrievalService:
         if self.retriever is not None:
             self.retriever.close()
         return True
+
+
+def _without_folders(value: Any) -> Any:
+    """Return data in which the paths of files have lost their folders."""
+    if isinstance(value, dict):
+        return {name: _without_folders(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if Path(value).is_absolute():  # its name may have spaces
+        return Path(value).name
+    return _FOLDERS.sub("", value)

@@ -81,3 +81,28 @@ def test_with_an_api_key_search_and_metrics_ask_for_it_and_health_does_not(keyed
 def keyed(serve):
     with serve(echo_service(api_key="s3cret-\u00fc")) as address, http(address) as client:
         yield client
+
+
+def test_paths_of_files_are_told_to_whoever_has_the_key(serve, tmp_path):
+    def service(key):
+        made = echo_service(api_key=key)
+        made.corpus_path = f"{tmp_path}/my corpus.jsonl"
+        made.progress = f"loading {tmp_path}/bm25 and data/e5.index"
+        made._loaded = {
+            "index": f"{tmp_path}/bm25",
+            "url": "https://engine.example/a/b",
+            "parts": [f"{tmp_path}/x"],
+        }
+        return made
+
+    names = {"index": "bm25", "url": "https://engine.example/a/b", "parts": ["x"]}
+    with serve(service(None)) as address, http(address) as client:
+        health = client.get("/health").json()
+        assert (health["corpus_path"], health["loaded"]) == ("my corpus.jsonl", names)
+        assert health["progress"] == "loading bm25 and e5.index"
+    with serve(service("s3cret")) as address, http(address) as client:
+        assert client.get("/health").json()["loaded"] == names
+        health = client.get("/health", headers={"Authorization": "Bearer s3cret"}).json()
+        assert health["corpus_path"] == f"{tmp_path}/my corpus.jsonl" and health["loaded"]["parts"] == [
+            f"{tmp_path}/x"
+        ]

@@ -53,6 +53,18 @@ def test_a_taken_port_is_one_line_and_status_2(capsys, tmp_path):
     assert "can't listen on 127.0.0.1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "key", "is_open"),
+    [([], "", True), (["--host", "127.0.0.1"], "", False), ([], "s3cret", False)],
+)
+def test_a_server_that_everybody_may_ask_says_so(capsys, monkeypatch, tmp_path, flags, key, is_open):
+    monkeypatch.setenv("SEARCH_R1_API_KEY", key)
+    monkeypatch.setattr("search_r1.search.server.create_service", lambda arguments: pytest.fail("served"))
+    with pytest.raises(pytest.fail.Exception):
+        main(["--corpus_path", str(write_corpus(tmp_path)), "--port", "0", *flags])
+    assert ("without a key: whoever reaches this machine can search" in capsys.readouterr().err) == is_open
+
+
 def test_several_workers_on_a_gpu_are_refused_with_the_reason(monkeypatch, tmp_path):
     retriever = EchoRetriever()
     monkeypatch.setattr(server, "open_retriever", lambda *_: retriever)
