@@ -23,6 +23,7 @@ from verl.data.rl_dataset import encode_prompt, prompt_text
 from verl.environments.environment import Message
 from verl.environments.registry import SEARCH
 from verl.sessions.stop import StopCondition, token_bytes
+from verl.utils.text import encodable
 
 _MARK = re.compile(r"content-\d+-of-a-message")
 # The tags of Search-R1. A tokenizer may have them as special tokens, and observations may hold these.
@@ -73,8 +74,9 @@ class Codec:
         """Return the token ids of a text that continues a context. Nothing is added around it.
 
         If the text contains the name of a control token (an end of sequence, a role marker), the name is
-        split like any other words.
+        split like any other words. What UTF-8 can't encode becomes U+FFFD.
         """
+        text = encodable(text)
         if self._is_fast:  # the backend skips conversions that cost as much as the encoding
             backend = self.tokenizer.backend_tokenizer
             backend.no_padding()  # an earlier call may have set it
@@ -135,7 +137,7 @@ class Codec:
         pieces = self._bridge(messages)
         if last_id is not None and last_id in self.eos_token_ids:
             pieces[0] = pieces[0].removeprefix(self.decode([last_id]))
-        contents = [str(message["content"]) for message in messages]
+        contents = [encodable(str(message["content"])) for message in messages]
         encode = self.tokenizer.encode
         full_text = pieces[0] + "".join(
             content + piece for content, piece in zip(contents, pieces[1:], strict=True)

@@ -23,6 +23,7 @@ from verl.config import Config
 from verl.environments.registry import SEARCH
 from verl.utils.json_files import to_jsonable
 from verl.utils.rows import row_max_turns
+from verl.utils.text import encodable
 
 Row = dict[str, Any]
 
@@ -509,10 +510,11 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of `prompt_text`.
 
     A chat template says itself what stands first. Without one the prompt begins like the documents of
-    pretraining, with exactly one beginning of sequence if they have it.
+    pretraining, with exactly one beginning of sequence if they have it. What UTF-8 can't encode becomes
+    U+FFFD.
     """
     # Not verbose, to avoid a warning of a prompt that is too long. It is refused or cut afterwards.
-    ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    ids = list(tokenizer.encode(encodable(text), add_special_tokens=False, verbose=False))
     opening = [] if tokenizer.chat_template else opening_ids(tokenizer)
     return ids if ids[:1] == opening else opening + ids
 

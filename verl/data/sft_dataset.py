@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.data.rl_dataset import chat_messages, opening_ids, read_rows, require_columns, short_repr
 from verl.protocol import DataProto
+from verl.utils.text import encodable
 
 Segment = tuple[str, bool]  # (text, whether its tokens are trained)
 
@@ -241,7 +242,7 @@ class SFTDataset:
         if segments:
             # Not verbose, to avoid a warning of texts that are too long for the model. They are counted and
             # cut below.
-            texts = [text for text, _ in segments]
+            texts = [encodable(text) for text, _ in segments]
             pieces = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             for piece, (_, is_trained) in zip(pieces, segments, strict=True):
                 token_ids += piece

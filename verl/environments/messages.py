@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from verl.environments.environment import Message
+from verl.utils.text import encodable_json
 
 _HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
 CALL_BEGINS = "<tool_call>"
@@ -40,9 +41,14 @@ class ToolFormat(NamedTuple):
 
 
 def _read_json(text: str) -> tuple[str, Any]:
+    """Read a call, whose arguments Llama's models call "parameters"."""
     call = parse_json(text)
-    if isinstance(call, dict) and "name" in call:
-        return str(call["name"]), call.get("arguments") or {}
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        for key in ("arguments", "parameters"):
+            if key in call:
+                return call["name"], {} if call[key] is None else call[key]
+        if call.keys() <= {"name", "type", "id"}:
+            return call["name"], {}
     return "invalid", text  # whoever runs the tools says what is wrong with the call
 
 
@@ -78,9 +84,12 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def parse_json(arguments: Any) -> Any:
-    """Parse the arguments of a call from JSON, or return them as they are if they are no JSON."""
+    """Parse the arguments of a call from JSON, or return them as they are if they are no JSON.
+
+    What UTF-8 can't encode becomes U+FFFD.
+    """
     try:
-        return json.loads(arguments)
+        return encodable_json(json.loads(arguments))
     except (ValueError, TypeError, RecursionError):
         return arguments
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.utils.text import encodable
+
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write to a file aside and rename it, so that a reader never sees half a file."""
@@ -34,8 +36,11 @@ def to_jsonable(value: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return the JSON of `to_jsonable(value)`, with non-ASCII letters as they are."""
-    return json.dumps(to_jsonable(value), ensure_ascii=False, indent=indent)
+    """Return the JSON of `to_jsonable(value)`, with non-ASCII letters as they are.
+
+    What UTF-8 can't encode becomes U+FFFD.
+    """
+    return encodable(json.dumps(to_jsonable(value), ensure_ascii=False, indent=indent))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
