@@ -28,6 +28,7 @@ COMMANDS = {
     "gemma": ("data_prep.gemma", "a pretrained model of 270M parameters, from PyPI"),
     "trim": ("data_prep.trim_vocabulary", "a model with the words that your texts use"),
     "infer": ("infer.py", "ask a trained model"),
+    "serve-model": ("verl.inference", "a trained model behind OpenAI's API"),
     "evaluate": ("verl.evaluation", "measure a model, or one behind an API, on rows of files"),
     "synthesize": ("verl.synthesis", "demonstrations and rows from a model's verified rollouts"),
     "monitor": ("verl.monitor", "what runs did, and what they do now"),

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
+from verl.evaluation import program
 from verl.evaluation.program import main
 from verl.utils import patient
 
@@ -228,3 +231,29 @@ def test_mistakes_are_refused_before_anything_is_asked(questions, tmp_path, caps
         assert main([*given, "max_turn=3"]) == 2
         assert "max_turns" in capsys.readouterr().err
         assert not api.bodies
+
+
+@pytest.mark.parametrize(
+    ("card", "topk"),
+    [
+        ({"id": "some/model", "run_settings": {"retriever.topk": 2, "max_turns": 1}}, 2),
+        ({"id": "other", "run_settings": {"retriever.topk": 2}}, 3),
+        (
+            {
+                "id": "some/model",
+                "run_settings": {"retriever.topk": "2 trainer.x=1", "retriever.url": "http://x"},
+            },
+            3,
+        ),
+        ({"id": "some/model"}, 3),
+    ],
+)
+def test_a_model_behind_our_server_is_asked_with_its_runs_settings(monkeypatch, capsys, card, topk):
+    answer = httpx.Response(200, json={"data": [card]})
+    monkeypatch.setattr(program.httpx, "get", lambda *_, **__: answer)
+    options = Namespace(base_url="http://x/v1", model="some/model", api_key_var="K", settings=["max_turns=3"])
+    config = program.settings_of(None, options)
+    assert (config.retriever.topk, config.max_turns) == (topk, 3)
+    told = capsys.readouterr().err
+    assert f"asks with max_turns=3 do_search=True retriever.topk={topk} " in told
+    assert ("as http://x/v1 says" in told) == (topk == 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,11 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from served import MODEL, NAME, serving, tokenizer
+from transformers import AutoModelForCausalLM
 
-from verl.inference.server import main
-from verl.utils import http_border
+from verl.inference.server import main, model_folder, name_of
+from verl.utils import serving as door
+from verl.utils.model_folders import run_settings
 from verl.workers.rollout.native import NativeEngine
 
 QUESTION = {"role": "user", "content": "Question: Who directed Amber Harbor?"}
@@ -210,7 +214,7 @@ def test_finishing_ends_a_turn_under_way(server):
         ("completions", {"prompt": [[1] * 1024]}, (400, "context_length_exceeded")),
         ("completions", {"prompt": [5000]}, (400, "invalid_request")),
         ("completions", {"prompt": ["a"] * 100, "n": 2}, (400, "invalid_request")),
-        ("completions", {"prompt": "a", "logprobs": 2}, (400, "invalid_request")),
+        ("completions", {"prompt": "a", "logprobs": 21}, (400, "invalid_request")),
         ("nothing", {}, (404, "invalid_request")),
     ],
 )
@@ -224,6 +228,104 @@ def test_a_lone_surrogate_and_a_broken_body_are_refused(server):
             "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
         )
         assert reply.status_code == 400 and reply.json()["error"]
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {HALF: {"x": [HALF]}}}}]},
+        {
+            "messages": [
+                QUESTION,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"q": HALF})}}],
+                },
+                {"role": "tool", "content": "x"},
+            ]
+        },
+        {"tool_choice": {"x": HALF}},
+        {"chat_template_kwargs": None, HALF: HALF},
+    ],
+)
+def test_half_an_emoji_anywhere_is_replaced_or_refused(server, more):
+    body = json.dumps({"messages": [QUESTION], "max_tokens": 2} | more)
+    headers = {"content-type": "application/json"}
+    for path in ("/v1/chat/completions", server.open()[1]):
+        reply = server.client.post(path, content=body, headers=headers)
+        assert reply.status_code in (200, 400), reply.text
+    session, _ = server.open()
+    body = json.dumps({"reward": 1, "metadata": {"note": HALF}})
+    assert server.client.post(f"/sessions/{session}/finish", content=body, headers=headers).status_code == 200
+    assert server.client.get(f"/sessions/{session}").json()["metadata"] == {"note": "\ufffd"}
+
+
+def test_a_model_is_retrieved_by_its_name(server):
+    session, _ = server.open()
+    for base in ("", f"/sessions/{session}"):
+        (listed,) = server.client.get(f"{base}/v1/models").json()["data"]
+        assert server.client.get(f"{base}/v1/models/{NAME}").json() == listed
+        assert code_of(server.client.get(f"{base}/v1/models/a/b")) == (404, "model_not_found")
+
+
+def test_generate_speaks_as_vllm_does(server):
+    """As the client of PRIME-RL's and verifiers' renderers reads it."""
+    sampling = {"max_tokens": 20, "seed": 3, "logprobs": 1, "skip_special_tokens": False}
+    body = {"model": NAME, "token_ids": [65, 66, 67], "cache_salt": "x", "priority": 0}
+    whole = server.post("/inference/v1/generate", **body, sampling_params=sampling).json()
+    (choice,) = whole["choices"]
+    number = len(choice["token_ids"])
+    assert whole["request_id"]
+    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": number, "total_tokens": 3 + number}
+    for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert entry["token"] == f"token_id:{token_id}" and isinstance(entry["logprob"], float)
+    stop = choice["token_ids"][5]
+    end = choice["token_ids"].index(stop) + 1
+    for more in ({}, {"ignore_eos": True}):
+        stopped = sampling | {"stop_token_ids": [stop], **more}
+        (cut,) = server.post("/inference/v1/generate", **body, sampling_params=stopped).json()["choices"]
+        assert cut["token_ids"] == choice["token_ids"][:end] and cut["finish_reason"] == "stop"
+    refused = server.post("/inference/v1/generate", token_ids=[65], features={"kwargs_data": "x"})
+    assert code_of(refused) == (400, "invalid_request") and "features" in refused.text
+    other = server.post("/inference/v1/generate", token_ids=[65], model="other")
+    assert code_of(other) == (404, "model_not_found")
+
+
+def test_log_likelihoods_are_the_models(server):
+    """As lm-eval's local-completions asks for them, compared with the model of transformers."""
+    made = tokenizer(False)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    contexts = [made.encode("Question: Who directed Amber"), made.encode("The town of")]
+    texts = [ids + made.encode(" Harbor? It was") for ids in contexts]
+    body = {"model": NAME, "prompt": texts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    reply = server.post("/v1/completions", **body, seed=1234).json()
+    for ids, choice in zip(texts, reply["choices"], strict=True):
+        log_probs = choice["logprobs"]
+        whole = ids + choice["token_ids"]
+        assert log_probs["tokens"] == [made.decode([token_id]) for token_id in whole]
+        assert choice["text"] == "".join(log_probs["tokens"])
+        expected = model(torch.tensor([whole])).logits[0, :-1].log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(whole[1:])[:, None])[:, 0].tolist()
+        assert log_probs["token_logprobs"][0] is None and log_probs["top_logprobs"][0] is None
+        assert log_probs["token_logprobs"][1:] == pytest.approx(chosen, abs=1e-4)
+        for place, own, row in zip(
+            log_probs["top_logprobs"][1:], log_probs["token_logprobs"][1:], expected, strict=True
+        ):
+            assert max(place.values()) == pytest.approx(row.max().item(), abs=1e-4)
+            assert (own == max(place.values())) == (own == pytest.approx(row.max().item(), abs=1e-4))
+        # The token that was sampled greedily is the most probable one.
+        assert log_probs["token_logprobs"][-1] == max(log_probs["top_logprobs"][-1].values())
+    scored = server.post("/v1/completions", **body | {"max_tokens": 0, "logprobs": 0}).json()["choices"][0]
+    assert scored["logprobs"]["token_logprobs"] == reply["choices"][0]["logprobs"]["token_logprobs"][:-1]
+    assert scored["token_ids"] == [] and scored["logprobs"]["top_logprobs"] is None
+    more = server.post("/v1/completions", prompt=texts[0], max_tokens=3, logprobs=5).json()["choices"][0]
+    assert len(more["logprobs"]["tokens"]) == 3 and more["text"] == made.decode(more["token_ids"])
+    assert all(5 <= len(place) <= 6 for place in more["logprobs"]["top_logprobs"])
+    for bad in ({"max_tokens": 0}, {"stream": True, "echo": True}, {"logprobs": 21}):
+        assert code_of(server.post("/v1/completions", prompt="a", **bad)) == (400, "invalid_request")
 
 
 def test_a_request_that_is_refused_for_one_prompt_ends_the_others(server):
@@ -366,7 +468,7 @@ def test_metrics_are_prometheus_text(server):
 
 
 def test_a_body_has_a_limit(server, monkeypatch):
-    monkeypatch.setattr(http_border, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(door, "MAX_BODY_BYTES", 1000)
     for content in (b"x" * 2000, iter([b"x" * 600] * 3)):
         reply = server.client.post(
             "/v1/completions", content=content, headers={"content-type": "application/json"}
@@ -407,6 +509,7 @@ def answers(url):
     ("arguments", "said"),
     [
         (["--model", "nowhere"], "no folder with *.safetensors"),
+        (["--model", str(MODEL.parent)], "no config.json"),
         (["--model", str(MODEL), "--host", "0.0.0.0"], "set --api_key_var"),
         (["--model", str(MODEL), "--api_key_var", "NOT_SET"], "the environment has no NOT_SET"),
         (["--model", str(MODEL), "--max_num_seqs", "0"], "expected 1 or more"),
@@ -417,3 +520,20 @@ def test_a_command_that_can_not_be_run_ends_with_2(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_run_is_served_under_its_name_and_tells_its_settings(tmp_path):
+    model = tmp_path / "my_run" / "global_step_7" / "actor" / "huggingface"
+    shutil.copytree(MODEL, model)
+    config = {"max_turns": 2, "do_search": True, "retriever": {"topk": 2, "url": "http://inner:8000"}}
+    (tmp_path / "my_run" / "config.yaml").write_text(json.dumps(config))
+    assert model_folder(str(tmp_path / "my_run")) == model and name_of(model) == "my_run"
+    settings = {"max_turns": 2, "do_search": True, "retriever.topk": 2}
+    assert run_settings(model) == settings and run_settings(MODEL) == {} and name_of(MODEL) == "base_model"
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr("verl.inference.server.load", lambda *_: pytest.fail("the model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        main(["--model", str(MODEL), "--port", str(taken.getsockname()[1])])
+    assert ended.value.code == 2 and "try another --host or --port" in capsys.readouterr().err

@@ -23,6 +23,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from verl.config import Config, replace_values
 from verl.config.keys import flatten
 from verl.config.loading import VARIABLE_PREFIX, load
@@ -30,7 +32,8 @@ from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
 from verl.monitor.runs import state_of
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
-from verl.utils.model_folders import find_model, run_folder
+from verl.utils.model_folders import ASKED_WITH, find_model, run_folder
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from verl.agent.agent import EnvironmentAgent
@@ -202,9 +205,42 @@ def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
     run = None if folder is None else run_folder(folder)
     candidates = [parent / "config.yaml" for parent in (run, folder) if parent is not None]
     of_run = [f"@{file}" for file in candidates if file.is_file()][:1]
-    weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in DEFAULTS.items()}
+    defaults = dict(DEFAULTS)
+    origin = of_run[0].removeprefix("@") if of_run else "defaults, as there is no run's config.yaml"
+    if folder is None and (of_server := settings_of_server(options)):
+        defaults |= of_server
+        origin = f"the run of {options.model}, as {options.base_url} says"
+    weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in defaults.items()}
     config: Config = load([*of_run, *options.settings], environment=weakest | os.environ).config
+    values = flatten(config)
+    shown = " ".join(f"{name}={values[name]}" for name in ASKED_WITH if values.get(name) is not None)
+    print(printable(f"asks with {shown} (from {origin}, and the command line)"), file=sys.stderr, flush=True)
     return config
+
+
+def settings_of_server(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of its model's run that a server of ours tells, or {} of any other server."""
+    key = os.environ.get(options.api_key_var)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        reply = httpx.get(f"{options.base_url.rstrip('/')}/models", headers=headers, timeout=10.0)
+        cards = reply.json()["data"]
+        settings = next(card["run_settings"] for card in cards if card["id"] == options.model)
+        return {
+            name: settings[name]
+            for name in ASKED_WITH
+            if type(settings.get(name)) in (int, bool)  # whoever answers there may not set more than that
+        }
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        StopIteration,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):
+        return {}
 
 
 @contextmanager
@@ -420,10 +456,10 @@ def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str]
         for folder in [None] if options.base_url else folders_of(options):
             evaluate(folder, options, use)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except stopped as error:
-        print(f"error: {error}. The same command with --resume goes on.", file=sys.stderr)
+        print(f"error: {printable(error)}. The same command with --resume goes on.", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         return 130

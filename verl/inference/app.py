@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import APIRouter, Body, Depends, FastAPI, Request
@@ -24,11 +26,21 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from verl.inference import requests
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
-from verl.inference.replies import Chat, Completions, Json, choice_of
+from verl.inference.replies import Chat, Completions, Json, choice_of, usage_of
 from verl.inference.sessions import Run, Sessions
 from verl.sessions.engine_contract import checked_weights
-from verl.utils.http_border import STREAM_END, ApiError, Guard, answer_errors, as_json, event, unless_gone
+from verl.utils.http_border import (
+    STREAM_END,
+    AnswerCounter,
+    ApiError,
+    answer_errors,
+    as_json,
+    event,
+    openai_refusal,
+    unless_gone,
+)
 from verl.utils.safetensors_file import Shapes, read_weights, shapes_in
+from verl.utils.serving import Door, DoorRules
 
 COMPLETION_TOKENS = 16  # default of max_tokens for /v1/completions, the same as OpenAI's
 SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions", "turns")
@@ -42,12 +54,15 @@ class InferenceServer:
         sessions: The sessions of the engine.
         model: The name of the model that clients use.
         shapes: The shapes of the model's weights.
+        run_settings: The settings of the model's run with which it wants to be asked (ASKED_WITH), if it is
+            of a run.
         counts: The number of answers by (route, status).
     """
 
     sessions: Sessions
     model: str
     shapes: Shapes
+    run_settings: dict[str, Any] = field(default_factory=dict)
     counts: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @property
@@ -74,6 +89,12 @@ class InferenceServer:
             await asyncio.sleep(min(10.0, self.sessions.max_idle))
             self.sessions.drop_old()
 
+    @property
+    def model_card(self) -> Json:
+        """The model as OpenAI's API describes it, with vLLM's `max_model_len`."""
+        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "verl"}
+        return card | {"max_model_len": self.codec.max_model_len, "run_settings": self.run_settings}
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""
         if name not in (None, self.model):
@@ -94,11 +115,20 @@ class InferenceServer:
             self.codec.check_room(len(ids))
         self.engine.check_room(len(prompts) * number)
         first_seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        if sampling.max_tokens == 0:  # nothing is sampled, and the engine knows no turn without tokens
+            sampling = sampling.model_copy(update={"max_tokens": 1})
         params = [sampling.params(self.codec, first_seed + i, max_tokens) for i in range(number)]
         return [EngineTurn(ids, turn_params) for ids in prompts for turn_params in params]
 
 
-def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None = None) -> FastAPI:
+def create_app(
+    sessions: Sessions,
+    model: str,
+    shapes: Shapes,
+    token: str | None = None,
+    host: str | None = None,
+    run_settings: dict[str, Any] | None = None,
+) -> FastAPI:
     """Create the server of an engine. The engine's thread starts and ends with it.
 
     Args:
@@ -106,11 +136,14 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         model: The name of the model that clients use.
         shapes: The shapes of the model's weights.
         token: The bearer token. None means that no token is asked for, and that there are no control routes.
+        host: The address on which the server listens, if it is known (see `DoorRules`).
+        run_settings: The settings of the model's run, as in `InferenceServer`.
     """
-    server = InferenceServer(sessions, model, shapes)
+    server = InferenceServer(sessions, model, shapes, run_settings or {})
     app = FastAPI(title="Inference", lifespan=server.lifespan)
     app.state.server = server
-    app.add_middleware(Guard, token=token, counts=server.counts)
+    app.add_middleware(Door, rules=DoorRules(token, host=host), answer=openai_refusal)
+    app.add_middleware(AnswerCounter, counts=server.counts)
     answer_errors(app)
     app.include_router(routes)
     if token is not None:
@@ -160,27 +193,46 @@ async def metrics(server: ServerOfApp) -> Response:
 @routes.get("/v1/models")
 @routes.get("/sessions/{session_id}/v1/models", include_in_schema=False)
 async def models(server: ServerOfApp) -> Response:
-    entry = {"id": server.model, "object": "model", "created": 0, "owned_by": "verl"}
-    return as_json({"object": "list", "data": [entry | {"max_model_len": server.codec.max_model_len}]})
+    return as_json({"object": "list", "data": [server.model_card]})
+
+
+@routes.get("/v1/models/{model:path}")
+@routes.get("/sessions/{session_id}/v1/models/{model:path}", include_in_schema=False)
+async def one_model(server: ServerOfApp, model: str) -> Response:
+    server.check_model(model)
+    return as_json(server.model_card)
 
 
 @routes.post("/inference/v1/generate")
-async def generate(
-    server: ServerOfApp,
-    request: Request,
-    token_ids: Annotated[requests.TokenIds, Body()],
-    sampling_params: Annotated[requests.Sampling | None, Body()] = None,
-) -> Response:
-    turns = server.make_turns([token_ids], sampling_params or requests.Sampling(), server.codec.max_model_len)
+async def generate(server: ServerOfApp, request: Request, body: requests.GenerateRequest) -> Response:
+    server.check_model(body.model)
+    sampling = body.sampling_params or requests.Sampling()
+    turns = server.make_turns([body.token_ids], sampling, server.codec.max_model_len)
+    results = await unless_gone(request, map(server.engine.run, turns))
     choices = []
-    for index, result in enumerate(await unless_gone(request, map(server.engine.run, turns))):
+    for index, result in enumerate(results):
+        entries = zip(result.token_ids, result.log_probs, result.model_log_probs, strict=True)
         content = [
-            {"logprob": log_prob, "model_logprob": model_log_prob}
-            for log_prob, model_log_prob in zip(result.log_probs, result.model_log_probs, strict=True)
+            {
+                "token": f"token_id:{token_id}",  # as vLLM names tokens where ids are asked for
+                "logprob": log_prob,
+                "model_logprob": model_log_prob,
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            for token_id, log_prob, model_log_prob in entries
         ]
         more = {"logprobs": {"content": content}, "versions": result.versions}
         choices.append(choice_of(index, result) | more)
-    return as_json({"choices": choices})
+    num_written = sum(len(result.token_ids) for result in results)
+    return as_json(
+        {
+            "request_id": f"generate-{uuid.uuid4().hex}",
+            "model": server.model,
+            "choices": choices,
+            "usage": usage_of(len(body.token_ids), num_written),
+        }
+    )
 
 
 @routes.post("/v1/completions")
@@ -188,7 +240,11 @@ async def completions(server: ServerOfApp, request: Request, body: requests.Comp
     server.check_model(body.model)
     turns = server.make_turns(body.prompts(server.codec.encode), body, COMPLETION_TOKENS)
     answer_format = Completions(server.codec, server.model, body, [turn.token_ids for turn in turns])
-    return await _answer(request, turns, answer_format, server.engine.run)
+    samples = body.max_tokens != 0
+    run: Run = server.engine.run
+    if body.needs_scores or not samples:
+        run = partial(server.engine.run_scored, num_most_probable=body.logprobs or 0, samples=samples)
+    return await _answer(request, turns, answer_format, run)
 
 
 @routes.post("/v1/chat/completions")

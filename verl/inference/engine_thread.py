@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from verl.environments.calls import complete_future
-from verl.sessions.engine_contract import Completion, RolloutEngine, SamplingParams
+from verl.sessions.engine_contract import Completion, RolloutEngine, SamplingParams, Scores
 from verl.utils.http_border import ApiError
 
 JOIN_SECONDS = 10.0
@@ -44,6 +44,7 @@ class TurnResult(NamedTuple):
         finish_reason: The reason as in `Completion`, or ABORTED.
         stop_string: The stop string that ended the turn, if one did.
         session_id: The engine's session, which can be resumed, or None if it is closed.
+        scores: The scores of prompt and turn together, where a request asks for them.
     """
 
     token_ids: list[int]
@@ -53,6 +54,7 @@ class TurnResult(NamedTuple):
     finish_reason: str
     stop_string: str | None
     session_id: int | None
+    scores: Scores | None = None
 
 
 @dataclass(eq=False)
@@ -156,6 +158,16 @@ class EngineThread:
             raise
         finally:
             self.num_turns -= 1
+
+    async def run_scored(self, turn: EngineTurn, num_most_probable: int, samples: bool) -> TurnResult:
+        """Run a turn, if it `samples`, and score its prompt and its tokens. Raises what `run` raises."""
+        result = TurnResult([], [], [], [], "length", None, None)
+        if samples:
+            result = await self.run(turn)
+        self.check_room()
+        token_ids = turn.token_ids + result.token_ids
+        scores = await self._ask(partial(self.engine.score, token_ids, num_most_probable))
+        return result._replace(scores=scores)
 
     def close_sessions(self, session_ids: Iterable[int | None]) -> None:
         """Close those of the engine's sessions that have no turn under way."""

@@ -25,6 +25,15 @@ def choice_of(index: int, result: TurnResult) -> Json:
     return {"index": index, "finish_reason": reason, "token_ids": result.token_ids, "weight_version": version}
 
 
+def usage_of(num_read: int, num_written: int) -> dict[str, int]:
+    """Return the numbers of tokens that OpenAI's API reports."""
+    return {
+        "prompt_tokens": num_read,
+        "completion_tokens": num_written,
+        "total_tokens": num_read + num_written,
+    }
+
+
 class GrowingText:
     """The text of a turn under way, decoded once.
 
@@ -84,18 +93,53 @@ class Completions:
 
         `is_piece` leaves out the message, which was sent already.
         """
-        details = {"prompt_token_ids": self.prompts[index], "logprobs": self._log_probs(result)}
-        return choice_of(index, result) | details | {"text": "" if is_piece else message["content"]}
+        prompt = self.prompts[index]
+        log_probs = None
+        if self.request.logprobs is not None:
+            log_probs = self._token_log_probs(prompt, result)
+        text = "" if is_piece else message["content"]
+        if self._echoes:
+            text = self.codec.codec.decode(prompt) + text
+        return choice_of(index, result) | {"prompt_token_ids": prompt, "logprobs": log_probs, "text": text}
 
-    def _log_probs(self, result: TurnResult) -> Json | None:
-        if self.request.logprobs is None:
-            return None
-        tokens = [self._bytes_of(token_id).decode(errors="replace") for token_id in result.token_ids]
+    @property
+    def _echoes(self) -> bool:
+        return isinstance(self.request, CompletionRequest) and bool(self.request.echo)
+
+    def _token_log_probs(self, prompt: list[int], result: TurnResult) -> Json:
+        """Return the log-probs of a choice in the form of OpenAI's completions.
+
+        Where the request asks for the most probable tokens or for those of the prompt, all log-probs are the
+        model's own.
+        """
+        token_ids = result.token_ids
+        log_probs: list[float | None] = list(result.log_probs)
+        most_probable: list[dict[str, float] | None] | None = None
+        if result.scores is not None:
+            first = 0 if self._echoes else len(prompt)
+            token_ids = [*prompt, *result.token_ids][first:]
+            log_probs = [None, *result.scores.log_probs][first:]
+            if self.request.logprobs:
+                all_places = [None, *map(self._by_text, result.scores.most_probable)]
+                most_probable = all_places[first:]
+                for token_id, log_prob, place in zip(token_ids, log_probs, most_probable, strict=True):
+                    if place is not None and log_prob is not None:
+                        place.setdefault(self._text_of(token_id), log_prob)
+        tokens = [self._text_of(token_id) for token_id in token_ids]
         offsets = [0]
         for token in tokens:
             offsets.append(offsets[-1] + len(token))
-        empty = {"top_logprobs": None, "text_offset": offsets[:-1]}
-        return {"tokens": tokens, "token_logprobs": result.log_probs, **empty}
+        more = {"top_logprobs": most_probable, "text_offset": offsets[:-1]}
+        return {"tokens": tokens, "token_logprobs": log_probs, **more}
+
+    def _by_text(self, most_probable: Sequence[tuple[int, float]]) -> dict[str, float]:
+        log_probs: dict[str, float] = {}
+        for token_id, log_prob in most_probable:  # of tokens that look alike the most probable one counts
+            log_probs.setdefault(self._text_of(token_id), log_prob)
+        return log_probs
+
+    def _text_of(self, token_id: int) -> str:
+        return self._bytes_of(token_id).decode(errors="replace")
 
     def _bytes_of(self, token_id: int) -> bytes:
         pieces = self.codec.pieces
@@ -104,11 +148,7 @@ class Completions:
     def _usage(self, results: Sequence[TurnResult]) -> dict[str, int]:
         num_read = sum(map(len, {id(prompt): prompt for prompt in self.prompts}.values()))
         num_written = sum(len(result.token_ids) for result in results)
-        return {
-            "prompt_tokens": num_read,
-            "completion_tokens": num_written,
-            "total_tokens": num_read + num_written,
-        }
+        return usage_of(num_read, num_written)
 
     def _chunk(self, *choices: Json, **more: Any) -> Json:
         return {**self.head, "object": self.chunk_name, "choices": list(choices), **more}

@@ -10,18 +10,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from verl.environments.chat_requests import ChatMessage, StopString, Text
 from verl.inference.chat import ChatCodec
 from verl.sessions.engine_contract import SamplingParams
+from verl.utils.text import encodable_json
 
 MAX_CHOICES = 128  # of one request
 MAX_INTEGER = 2**62
+MAX_TOP_LOG_PROBS = 20
 _REFUSED = {  # parameters that this engine does not support
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
-    *("stop_token_ids", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio"),
+    *("top_logprobs", "prompt_logprobs", "best_of", "suffix", "functions", "audio"),
     *("modalities", "response_format", "structured_outputs", "guided_json", "guided_regex"),
     "chat_template_kwargs",
 }
 _USUAL = {"best_of": 1, "repetition_penalty": 1, "modalities": ["text"], "response_format": {"type": "text"}}
 Texts = Annotated[list[Text], Field(min_length=1)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
@@ -33,6 +36,7 @@ class Sampling(BaseModel):
 
     A temperature of 0 is greedy. A top_k of -1 or 0 is off. Without a seed the server draws one.
     `drawn_before` is the number of tokens that the client has drawn with the seed in earlier requests.
+    `stop_token_ids` end a turn beside the model's own end of sequence, also with ignore_eos.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -45,6 +49,7 @@ class Sampling(BaseModel):
     seed: Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)] | None = None
     drawn_before: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1000)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -64,10 +69,11 @@ class Sampling(BaseModel):
 
     def params(self, codec: ChatCodec, seed: int, max_tokens: int, drawn_before: int = 0) -> SamplingParams:
         """Return the parameters for the engine. `max_tokens` is used if the client gives no number."""
-        names = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos"}
+        names = {"max_tokens", "temperature", "top_p", "top_k", "min_p"}
         given: dict[str, Any] = {"max_tokens": max_tokens} | self.model_dump(include=names, exclude_none=True)
         stop = codec.codec.stop(tuple(self.stops))
-        eos = codec.codec.eos_token_ids
+        own_eos = frozenset() if self.ignore_eos else codec.codec.eos_token_ids
+        eos = own_eos | frozenset(self.stop_token_ids or ())
         seed &= 2**63 - 1
         drawn_before += self.drawn_before
         return SamplingParams(**given, seed=seed, drawn_before=drawn_before, stop=stop, eos_token_ids=eos)
@@ -119,15 +125,56 @@ class ChatRequest(Sampling):
     def visible_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [encodable_json(tool.model_dump(exclude_none=True)) for tool in self.tools]
+
+
+class GenerateRequest(BaseModel):
+    """The body of POST /inference/v1/generate, as vLLM has it.
+
+    Fields that change nothing here are ignored.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    token_ids: TokenIds
+    sampling_params: Sampling | None = None
+    model: Text | None = None
+
+    @model_validator(mode="after")
+    def _text_alone(self) -> GenerateRequest:
+        for name in ("stream", "features", "content_parts"):
+            if (self.model_extra or {}).get(name):
+                raise ValueError(f"{name} is not supported by this server; leave it out")
+        return self
 
 
 class CompletionRequest(Sampling):
+    """The body of POST /v1/completions.
+
+    `logprobs` is the number of the most probable tokens that are given beside each token. `echo` puts the
+    prompt before the text, with the log-probs of its tokens. With it `max_tokens` may be 0.
+    """
+
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     model: Text | None = None
     prompt: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)]
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
+    echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0; expected 1 or more without echo")
+        if self.echo and self.stream:
+            raise ValueError("echo is not supported in a stream; leave one of them out")
+        return self
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the answer has log-probs that sampling does not give."""
+        return bool(self.logprobs) or (bool(self.echo) and self.logprobs is not None)
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
         prompt: Any = self.prompt

@@ -1,38 +1,37 @@
-"""Run an engine behind HTTP: python -m verl.inference --model FOLDER (see app.py and docs/inference.md)."""
+"""Run an engine behind HTTP: python -m verl.inference --model RUN (see app.py and docs/inference.md).
+
+flags -> model's folder, port -> torch, tokenizer, engine, weights -> the routes, until it is stopped
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import uvicorn
+from verl.utils.addresses import is_loopback, open_socket
+from verl.utils.model_folders import find_model, run_folder, run_settings
+from verl.utils.text import printable
 
-from verl.agent.trajectory import generation_eos_ids
-from verl.config.policy import Policy, Rollout
-from verl.inference.app import create_app
-from verl.inference.chat import ChatCodec
-from verl.inference.engine_thread import EngineThread
-from verl.inference.sessions import Sessions
-from verl.sessions.engine_contract import TIED_HEAD, EngineUnavailable
-from verl.utils import hf_tokenizer
-from verl.utils.device import get_device_name
-from verl.utils.safetensors_file import read_weights, shapes_in
-from verl.workers.engine.loading import DTYPES, load_hf_config
-from verl.workers.rollout.build import EngineRequest, build_rollout_engine
+if TYPE_CHECKING:  # they import torch, and mistakes are told before
+    from verl.inference.sessions import Sessions
+    from verl.utils.safetensors_file import Shapes
 
-THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
+DTYPES = ("fp32", "float32", "bf16", "bfloat16")
 GRACE_SECONDS = 5
 SWITCH_SECONDS = 0.0005  # a step must not wait longer for the Python code of a handler
+COULD_NOT_RUN = 2  # exit status for a mistake of the user
+HAS_FAILED = 3  # exit status of a server whose engine has failed
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the server of an engine until it is stopped."""
     parser = argparse.ArgumentParser(prog="python -m verl.inference", description=__doc__)
-    parser.add_argument("--model", required=True, help="Hugging Face folder with *.safetensors")
-    parser.add_argument("--model_name", help="what clients call it (its folder's name)")
+    parser.add_argument("--model", required=True, help="run, or Hugging Face folder with *.safetensors")
+    parser.add_argument("--model_name", help="what clients call it (its run's or its folder's name)")
     parser.add_argument("--engine", default="auto", choices=["auto", "native", "vllm"])
     parser.add_argument("--host", default="127.0.0.1", help="any other needs --api_key_var")
     parser.add_argument("--port", type=int, default=8001)
@@ -59,38 +58,113 @@ def main(arguments: list[str] | None = None) -> None:
     token = os.environ.get(args.api_key_var) if args.api_key_var else None
     if args.api_key_var and not token:
         parser.error(f"the environment has no {args.api_key_var}; expected the token that clients need")
-    if token is None and args.host not in THIS_MACHINE:
+    if token is None and not is_loopback(args.host):
         parser.error(f"--host {args.host} is open to others: set --api_key_var NAME, or listen on 127.0.0.1")
 
-    folder = Path(args.model).expanduser()
-    device = torch.device(get_device_name())
     try:
-        shapes = shapes_in(folder)
-        model = Policy(path=str(folder))
-        text_config = load_hf_config({"path": str(folder)}).get_text_config()
-        if text_config.tie_word_embeddings:
-            shapes.pop(TIED_HEAD, None)
-        length = args.max_model_len or text_config.max_position_embeddings
-        codec = ChatCodec(hf_tokenizer(str(folder)), length, generation_eos_ids(str(folder)))
-        dtype = DTYPES.get(args.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        rollout = Rollout(name=args.engine, max_num_seqs=args.max_num_seqs, kv_cache_gb=args.kv_cache_gb)
-        engine = build_rollout_engine(rollout, model, EngineRequest(device, dtype, length, args.max_num_seqs))
-        engine.load_weights(read_weights(folder), 0)
-    except (ValueError, EngineUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        folder = model_folder(args.model)
+        settings = run_settings(folder)
+        listener = open_socket(args.host, args.port)
+        with listener:
+            status = serve(args, folder, settings, token, listener)
+    except ValueError as error:
+        print(f"error: {printable(error)}", file=sys.stderr)
+        status = COULD_NOT_RUN
+    if status:
+        sys.exit(status)
+
+
+def model_folder(model: str) -> Path:
+    """Return the folder of a model: that of a run's newest checkpoint, or the folder itself.
+
+    Raises ValueError if it has no weights.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = Path(find_model(str(path)))
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"--model: found no folder with *.safetensors at {model}; expected a run, as "
+            "verl_checkpoints/NAME, or a Hugging Face folder"
+        )
+    return path
+
+
+def name_of(folder: Path) -> str:
+    """Return what clients call a model: the name of its run, or else of its folder."""
+    run = run_folder(folder)
+    return (folder.resolve() if run is None else run).name
+
+
+def load(args: argparse.Namespace, folder: Path) -> tuple[Sessions, Shapes]:
+    """Load the model and its engine, and return the sessions over it and the shapes of its weights.
+
+    Raises ValueError or EngineUnavailable if it can't be run.
+    """
+    import torch
+
+    from verl.agent.trajectory import generation_eos_ids
+    from verl.config.policy import Policy, Rollout
+    from verl.inference.chat import ChatCodec
+    from verl.inference.engine_thread import EngineThread
+    from verl.inference.sessions import Sessions
+    from verl.sessions.engine_contract import TIED_HEAD
+    from verl.utils import hf_tokenizer
+    from verl.utils.device import get_device_name
+    from verl.utils.safetensors_file import read_weights, shapes_in
+    from verl.workers.engine.loading import DTYPES, load_hf_config
+    from verl.workers.rollout.build import EngineRequest, build_rollout_engine
+
+    device = torch.device(get_device_name())
+    shapes = shapes_in(folder)
+    model = Policy(path=str(folder))
+    text_config = load_hf_config({"path": str(folder)}).get_text_config()
+    if text_config.tie_word_embeddings:
+        shapes.pop(TIED_HEAD, None)
+    length = args.max_model_len or text_config.max_position_embeddings
+    codec = ChatCodec(hf_tokenizer(str(folder)), length, generation_eos_ids(str(folder)))
+    dtype = DTYPES.get(args.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    rollout = Rollout(name=args.engine, max_num_seqs=args.max_num_seqs, kv_cache_gb=args.kv_cache_gb)
+    engine = build_rollout_engine(rollout, model, EngineRequest(device, dtype, length, args.max_num_seqs))
+    engine.load_weights(read_weights(folder), 0)
+    thread = EngineThread(engine, args.max_queue)
+    return Sessions(thread, codec, args.max_sessions, args.session_seconds), shapes
+
+
+def serve(
+    args: argparse.Namespace,
+    folder: Path,
+    settings: dict[str, object],
+    token: str | None,
+    listener: socket.socket,
+) -> int:
+    """Load a model and serve it until the server is stopped, and return the exit status.
+
+    Raises ValueError if the model can't be run.
+    """
+    import uvicorn
+
+    from verl.inference.app import create_app
+    from verl.sessions.engine_contract import EngineUnavailable
+    from verl.utils.serving import SERVER_OPTIONS
+
+    try:
+        sessions, shapes = load(args, folder)
+    except EngineUnavailable as error:
+        raise ValueError(str(error)) from error
 
     def end() -> None:
         server.should_exit = True
 
-    thread = EngineThread(engine, args.max_queue, on_failure=end)
-    sessions = Sessions(thread, codec, args.max_sessions, args.session_seconds)
-    app = create_app(sessions, args.model_name or folder.resolve().name, shapes, token)
-    config = uvicorn.Config(app, args.host, args.port, log_level="info", access_log=False)
-    config.timeout_graceful_shutdown = GRACE_SECONDS
-    config.timeout_keep_alive = 75
+    thread = sessions.engine
+    thread.on_failure = end
+    name = args.model_name or name_of(folder)
+    app = create_app(sessions, name, shapes, token, args.host, settings)
+    config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_SECONDS, **SERVER_OPTIONS)
     server = uvicorn.Server(config)
     sys.setswitchinterval(SWITCH_SECONDS)
-    server.run()
-    if not server.started or not thread.ended_well:
-        sys.exit(3)
+    told = "".join(f" {key}={value}" for key, value in settings.items())
+    address = f"http://{args.host}:{listener.getsockname()[1]}/v1"
+    print(f"model {name} at {address}" + (f"; its run's settings:{told}" if told else ""), file=sys.stderr)
+    server.run(sockets=[listener])
+    return 0 if server.started and thread.ended_well else HAS_FAILED

@@ -123,6 +123,20 @@ class Partial(NamedTuple):
     version_first: int | None
 
 
+class Scores(NamedTuple):
+    """The model's log-probs of a text's tokens, each after those before it.
+
+    The first token has none, so that both lists have an entry less than the text has tokens.
+
+    Attributes:
+        log_probs: The log-prob of each token.
+        most_probable: The (token id, log-prob) pairs of the most probable tokens at its place, best first.
+    """
+
+    log_probs: list[float]
+    most_probable: list[list[tuple[int, float]]]
+
+
 @dataclass(eq=False)
 class RolloutSession:
     """A trajectory inside an engine: its tokens, and the turn that is being sampled.
@@ -326,6 +340,16 @@ class RolloutEngine(ABC, Generic[Session]):
     @abstractmethod
     def _drop(self, session: Session) -> None:
         """Let go of what is held for a session, in whatever state it is."""
+
+    def score(self, token_ids: Sequence[int], num_most_probable: int) -> Scores:
+        """Return the log-probs of a text's tokens under the present weights. No session is concerned.
+
+        Raises:
+            ValueError: If the engine can't, or the text is empty, too long or has unknown ids.
+        """
+        raise ValueError(
+            f"{type(self).__name__} gives no log-probs of a prompt; serve the model with the native engine"
+        )
 
     # ---- what runs ----
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+# The settings of a run with which its model wants to be asked.
+ASKED_WITH = (
+    "max_turns",
+    "do_search",
+    "retriever.topk",
+    "data.max_prompt_length",
+    "data.max_start_length",
+    "data.max_response_length",
+    "data.max_obs_length",
+)
 CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 
 
@@ -13,6 +24,28 @@ def run_folder(model: Path) -> Path | None:
     parents = model.resolve().parents
     is_checkpoint = len(parents) > 2 and re.fullmatch(r"global_step_\d+", parents[1].name)
     return parents[2] if is_checkpoint and parents[0].name == "actor" else None
+
+
+def run_settings(model: Path) -> dict[str, Any]:
+    """Return the values of ASKED_WITH in the configuration of a model's run, or {} if it is of no run."""
+    import yaml  # it is only needed for models of runs
+
+    run = run_folder(model)
+    file = (model if run is None else run) / "config.yaml"
+    if not file.is_file():
+        return {}
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{file} can't be read: {problem}; expected the config.yaml of a run") from error
+    found = {}
+    for name in ASKED_WITH:
+        block, _, key = name.rpartition(".")
+        values = config.get(block) if block and isinstance(config, dict) else config
+        if isinstance(values, dict) and values.get(key) is not None:
+            found[name] = values[key]
+    return found
 
 
 def find_model(model: str | None) -> str:

@@ -201,8 +201,12 @@ class CpuModel:
 
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
+        return cpu_sampler.draw(self.logits(hidden), rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [R, V] of hidden states from `hidden`."""
         assert self._head is not None
-        return cpu_sampler.draw(self._head(_select_rows(hidden, np.arange(len(hidden))))[: len(hidden)], rows)
+        return self._head(_select_rows(hidden, np.arange(len(hidden))))[: len(hidden)]
 
     def _join(
         self, x: np.ndarray, out: Tensor, out_norm: np.ndarray, norm: np.ndarray, normed: Tensor

@@ -9,13 +9,13 @@ Log-probs come from the pass that samples. `open`, `resume` and `close` are meth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from verl.sessions.engine_contract import Completion, RolloutEngine
+from verl.sessions.engine_contract import Completion, RolloutEngine, Scores
 from verl.workers.rollout.native.runner import PagedRunner
 from verl.workers.rollout.native.scheduler import Scheduler
 from verl.workers.rollout.native.session import NativeSession
@@ -103,6 +103,12 @@ class NativeEngine(RolloutEngine[NativeSession]):
 
     def _drop(self, session: NativeSession) -> None:
         self._scheduler.remove(session)
+
+    def score(self, token_ids: Sequence[int], num_most_probable: int) -> Scores:
+        tokens = self._checked(token_ids)
+        if not 0 < len(tokens) <= self.max_model_len:
+            raise ValueError(f"a text of {len(tokens)} tokens; expected 1 to {self.max_model_len}")
+        return self._runner.score(tokens, num_most_probable)
 
     # ---- one step ----
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from verl.sessions.engine_contract import Scores
 from verl.workers.rollout.native.architecture import ModelSpec, collect_weights, rotary_tables, text_weights
 from verl.workers.rollout.native.cpu_model import DTYPES, CpuModel
-from verl.workers.rollout.native.step_batch import Sampled, StepBatch
+from verl.workers.rollout.native.step_batch import PrefillSpan, Sampled, StepBatch
 from verl.workers.rollout.native.torch_model import TorchModel
 from verl.workers.rollout.sampler import MAX_LOGITS, SamplingRows
 
@@ -164,3 +165,48 @@ class PagedRunner:
                 "sampling met a log-prob that is not finite: the weights hold or produce NaN or infinity"
             )
         return Sampled(tokens, log_probs, model_log_probs)
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int], num_most_probable: int) -> Scores:
+        """Return the log-probs of a text's tokens, as `RolloutEngine.score` does.
+
+        One pass over the whole text, in pools of its own. Raises RuntimeError if there are no weights.
+        """
+        if not self._has_weights:
+            raise RuntimeError("the model has no weights; call load_weights first")
+        number = len(token_ids) - 1
+        if number == 0:
+            return Scores([], [])
+        positions = np.arange(number)
+        blocks = np.arange(-(-number // self.block_size), dtype=np.int32)
+        batch = StepBatch(
+            token_ids=np.array(token_ids[:-1], dtype=np.int64),
+            positions=positions,
+            places=positions,
+            num_decode=0,
+            decode_tables=np.zeros((0, 0), np.int32),
+            decode_lengths=np.zeros(0, np.int64),
+            spans=[PrefillSpan(0, number, 0, blocks)],
+            out_rows=positions,
+        )
+        shape = (len(blocks), *self._pool_shape)
+        keys, values = (
+            [torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(self.spec.num_layers)]
+            for _ in range(2)
+        )
+        self._model.attach(keys, values)
+        try:
+            hidden = self._model.hidden(batch)
+        finally:
+            self._model.attach(self._keys, self._values)
+        targets = torch.tensor(list(token_ids[1:]), device=self.device)
+        max_rows = max(1, MAX_LOGITS // self.vocab_size)
+        scores = Scores([], [])
+        for first in range(0, number, max_rows):
+            log_probs_RV = self._model.logits(hidden[first : first + max_rows]).float().log_softmax(-1)
+            chosen = log_probs_RV.gather(1, targets[first : first + max_rows, None])[:, 0]
+            scores.log_probs.extend(chosen.tolist())
+            best, ids = log_probs_RV.topk(min(num_most_probable, self.vocab_size))
+            for row in zip(ids.tolist(), best.tolist(), strict=True):
+                scores.most_probable.append(list(zip(*row, strict=True)))
+        return scores

@@ -143,11 +143,14 @@ class TorchModel:
 
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
-        assert self._weights is not None
-        logits = F.linear(hidden, self._weights.lm_head).float()
-        drawn = torch.stack([x.to(torch.float64) for x in draw(logits, rows)])
+        drawn = torch.stack([x.to(torch.float64) for x in draw(self.logits(hidden), rows)])
         tokens, log_probs, model_log_probs = drawn.cpu().numpy()  # the step's one wait for the device
         return tokens.astype(np.int64), log_probs, model_log_probs
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [R, V] of hidden states from `hidden`, in float32."""
+        assert self._weights is not None
+        return F.linear(hidden, self._weights.lm_head).float()
 
     def _packed(self, batch: StepBatch) -> _PackedBatch:
         """Describe the batch to flash attention. The places are computed on the device."""
