@@ -32,6 +32,7 @@ from rich.text import Text
 
 from verl.utils.announcing import announce, gc_paused
 from verl.utils.model_folders import find_model, run_folder
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from search_r1.llm_agent.generation import LLMGenerationManager
@@ -195,7 +196,7 @@ class Screen:
             if not documents:
                 self.console.print("  nothing found", style="yellow")
             for number, document in enumerate(documents, start=1):
-                title, _, text = document["contents"].partition("\n")
+                title, _, text = printable(document["contents"]).partition("\n")
                 text = " ".join(text.split())
                 text = text if len(text) <= DOCUMENT_CHARS else text[:DOCUMENT_CHARS] + " ..."
                 score = "" if document["score"] is None else f"  {document['score']:.2f}"
@@ -223,7 +224,7 @@ class Screen:
 
     def _print(self, text: str) -> None:
         if text:
-            self.console.print(Text(text, style=self._style), end="", soft_wrap=True)
+            self.console.print(Text(printable(text), style=self._style), end="", soft_wrap=True)
 
 
 def load_manager(
@@ -302,10 +303,10 @@ def ask(
         return reason != "search_failed"
     console.print()
     if reason == "search_failed":
-        print(f"error: the search failed: {record['turns'][-1]['error']}", file=sys.stderr)
+        print(f"error: the search failed: {printable(record['turns'][-1]['error'])}", file=sys.stderr)
         return False
     if answer is not None:
-        console.print(Text.assemble(("\nAnswer: ", "bold"), (answer, "bold green")))
+        console.print(Text.assemble(("\nAnswer: ", "bold"), (printable(answer), "bold green")))
     else:
         console.print(f"\nNo answer: the model ended with {reason!r}.", style="yellow")
     console.print(f"({record['num_searches']} searches)", style="dim")
@@ -346,7 +347,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(settings_line, file=sys.stderr)
         for question in questions:
             if not typed and arguments.question is None:
-                console.print(Text(f"\n? {question}", style="bold"))
+                console.print(Text(printable(f"\n? {question}"), style="bold"))
             went_well.append(ask(manager, template, question, arguments, console))
     if not typed and not went_well:
         raise ValueError("no question: give one with --question, or one a line with --input or on the input")
@@ -364,7 +365,7 @@ def main() -> int:
     try:
         return run(arguments)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

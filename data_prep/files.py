@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.utils.text import printable
+
 PARQUET_ROWS = 5_000  # rows that are held at once
 
 
@@ -30,7 +32,7 @@ def run_command(
     try:
         counts = program(options)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     if isinstance(counts, int):
         return counts

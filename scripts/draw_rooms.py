@@ -29,8 +29,8 @@ END = "<!-- end of rooms -->\n"
 # The rooms from the bottom to the top. A room may import the rooms of the layers below its own. A room of
 # verl imports no other package (see verl/plugins.py).
 LAYERS = (
-    ("verl.config", "verl.plugins", "verl.sessions", "verl.utils"),
-    ("search_r1.search", "verl.code_server", "verl.packing", "verl.protocol_compat"),
+    ("verl.plugins", "verl.sessions", "verl.utils"),
+    ("search_r1.search", "verl.code_server", "verl.config", "verl.packing", "verl.protocol_compat"),
     ("verl.protocol", "verl.verifiers"),
     ("verl", "verl.algos", "verl.environments", "verl.records", "verl.single_controller"),
     ("search_r1", "verl.data", "verl.monitor"),

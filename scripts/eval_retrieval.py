@@ -32,6 +32,7 @@ from search_r1.search.launch import (  # noqa: E402
     open_retriever,
 )
 from search_r1.search.search_backend import RetrievalUnavailable  # noqa: E402
+from verl.utils.text import printable  # noqa: E402
 
 KS = (1, 3, 10)  # the k of recall@k; the last one is also the depth of MRR
 BATCH = 64  # queries a call when throughput is measured
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             shares = " | ".join(f"{recall:.1%}" for recall in recalls)
             print(f"| {run} | {count} | {shares} | {mrr:.3f} | {p50:.2f} | {p99:.2f} | {speed:.0f} |")
     except (ValueError, RetrievalUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     return 0
 

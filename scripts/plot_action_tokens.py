@@ -28,6 +28,7 @@ import yaml  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
 from verl.utils.json_files import last_steps, read_lines, write_lines  # noqa: E402
+from verl.utils.text import printable
 
 CLOSING_TAG = "</search>"
 MAX_QUERIES = 32  # of one step
@@ -162,7 +163,7 @@ def main() -> int:
         try:
             lines = lines or measure(run, options.hops)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(error)}", file=sys.stderr)
             return 2
         colour = f"C{number}"
         steps = [line["step"] for line in lines]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
+from verl.utils.text import printable
 
 ROLES = ("--trainer", "--orchestrator", "--inference")  # of PRIME-RL, whose roles have a file each
 
@@ -28,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
         config = read_arguments(argv).config
         check_config(config)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     if config.trainer.dry_run:  # a plan, for which nothing is started
         from verl.trainer import main_ppo

@@ -32,6 +32,7 @@ from search_r1.search.backend_plan import (
 from search_r1.search.long_work import progress_lines
 from search_r1.search.manifest import check_manifest
 from search_r1.search.search_backend import SearchBackend
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from search_r1.search.corpus import Corpus
@@ -268,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         check_server_arguments(arguments, is_installed=False)
         plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     extras = ["retrieval", *(EXTRAS.get(plan.kind, ("", ()))[0] for plan in plans)]
     if arguments.reranker_model:

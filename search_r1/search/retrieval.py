@@ -15,6 +15,8 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+from verl.utils.text import printable
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # this folder's files are no packages of their own
 
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         check_backend_arguments(backend)
         retriever = open_retriever(backend, lambda line: print(line, file=sys.stderr))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     try:
         for start in range(0, len(questions), arguments.retrieval_batch_size):

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import threading
+import urllib.error
 import urllib.request
 
 import pytest
@@ -107,6 +108,18 @@ def test_flags_leave_out_what_is_not_asked_for(tmp_path, capsys):
     assert len((place / "samples.jsonl").read_text().splitlines()) == 3
 
 
+def test_what_others_wrote_is_no_command_to_the_terminal(tmp_path, capsys):
+    run = write_run(tmp_path / "one")
+    for path in (run / "trajectories").glob("*.jsonl"):
+        path.write_text(
+            path.read_text().replace('"who ', '"\\u001b]52;c;eA==\\u0007 who ').replace('"c"', '"\\u009b2J"')
+        )
+    assert main([str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "\\x1b]52;c;eA==\\x07 who 2?" in told and "\\x9b2J" in told
+    assert not {"\x1b", "\x07", "\x9b"} & set(told)
+
+
 def test_watching_ends_with_the_runs(tmp_path, capsys):
     assert main([str(write_run(tmp_path / "one")), str(write_run(tmp_path / "two")), "--watch"]) == 0
     assert "one" in capsys.readouterr().out
@@ -120,6 +133,9 @@ def test_a_page_of_several_runs_has_their_newest_figures(tmp_path):
         try:
             url = f"http://127.0.0.1:{server.server_port}"
             assert b"<!doctype html>" in urllib.request.urlopen(f"{url}/").read()
+            of_a_page = urllib.request.Request(f"{url}/data", headers={"Host": "evil.example"})
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(of_a_page)
             data = json.load(urllib.request.urlopen(f"{url}/data"))
             assert [run["step"] for run in data["runs"]] == [5, 2000]
             assert data["runs"][0]["tags"] == [["nq", 6, [["no_answer", 2 / 6], ["repeated_action", 4 / 6]]]]

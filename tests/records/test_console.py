@@ -68,5 +68,5 @@ def test_a_pipe_gets_lines_and_a_silent_run_messages(capsys):
         assert capsys.readouterr().out.startswith("step 1/3  reward 0.41")
     silent = make_display("live", 3, shown=False)
     silent.step(1, METRICS)
-    silent.say("hello")
-    assert capsys.readouterr().out == "hello\n"
+    silent.say("hello \x1b[2J")
+    assert capsys.readouterr().out == "hello \\x1b[2J\n"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.durable import sync_tree
+from verl.utils.text import printable
 
 MANIFEST = "COMPLETE.json"
 OWNER = "OWNER"
@@ -362,4 +363,4 @@ class Uploads:
             for old_step in self.store.steps()[: -self.keep] if self.keep else []:
                 self.store.delete(old_step)
         except (RemoteFailed, OSError) as error:
-            print(f"warning: an old checkpoint could not be deleted there: {error}", flush=True)
+            print(f"warning: an old checkpoint could not be deleted there: {printable(error)}", flush=True)

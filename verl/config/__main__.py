@@ -14,6 +14,7 @@ from verl.config.checks import check_config, check_sft_config
 from verl.config.command_line import parse, show
 from verl.config.loading import PROGRAMS
 from verl.config.render import json_schema, yaml_file
+from verl.utils.text import printable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +43,7 @@ def check_arguments(name: str, arguments: list[str]) -> int:
             else:
                 check_config(loaded.config, with_data=False)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -32,6 +32,7 @@ from verl.config.composing import ReadingLoader, one_line
 from verl.config.keys import Key, keys_of, to_dict
 from verl.config.loading import PROGRAMS, check_names
 from verl.config.overrides import parse, split
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from verl.config.command_line import CommandLine
@@ -91,7 +92,7 @@ def run_sweep(command: CommandLine, module: str) -> int:
     try:
         hydra.multirun(command.config_name, task, overrides)
     except JobFailed as error:
-        print(f"error: {error}; the other jobs of the sweep have run", file=sys.stderr)
+        print(f"error: {printable(error)}; the other jobs of the sweep have run", file=sys.stderr)
         return error.status
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(one_line(error)) from None

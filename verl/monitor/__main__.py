@@ -23,6 +23,7 @@ from rich.text import Text
 from verl.monitor.runs import TABLE, Run, runs_below, share_of_tags
 from verl.records.trajectories import write_page
 from verl.utils.json_files import write_lines
+from verl.utils.text import printable
 
 REFRESH_SECONDS = 2.0
 
@@ -60,7 +61,7 @@ def figures(runs: list[Run]) -> Table:
     """Return a table with a column for each run, and a row for each figure that one of them has."""
     table = Table("")
     for run in runs:
-        table.add_column(Text(run.folder.name))
+        table.add_column(Text(printable(run.folder.name)))
     table.add_row("state", *(run.state for run in runs))
     table.add_row("step", *(str(run.step) for run in runs))
     table.add_row("last line", *(f"{run.age:,.0f} s ago" for run in runs))
@@ -79,19 +80,18 @@ def report(run: Run, options: argparse.Namespace, console: Console) -> None:
     if not options.samples_only:
         console.print(figures([run]))
         for path in run.draw(folder):
-            console.print(Text(str(path)))
+            console.print(Text(printable(path)))
     if options.metrics_only:
         return
     samples, counts = run.failures(options.reward_threshold, options.max_samples)
     for name, number, tags in share_of_tags(counts):
         tag_text = ", ".join(f"{tag} {share:.1%}" for tag, share in tags) or "no tags"
-        console.print(Text(f"{name}: {number} rollouts kept; {tag_text}"))
+        console.print(Text(printable(f"{name}: {number} rollouts kept; {tag_text}")))
     console.print(Text(f"{len(samples)} rollouts below a reward of {options.reward_threshold:g}:"))
     for sample in samples:
         answer = "" if sample.get("answer") is None else f" -> {sample['answer']}"
-        console.print(
-            Text(f"  step {sample['step']}: {sample['question']}{answer} [{', '.join(sample['tags'])}]")
-        )
+        line = f"  step {sample['step']}: {sample['question']}{answer} [{', '.join(sample['tags'])}]"
+        console.print(Text(printable(line)))
     if samples:
         folder.mkdir(parents=True, exist_ok=True)
         write_lines(folder / "samples.jsonl", samples)
@@ -99,7 +99,7 @@ def report(run: Run, options: argparse.Namespace, console: Console) -> None:
         if "trajectory" in samples[0]:  # rows of wandb's tables have only the texts
             file_name = "samples.html"
             write_page(samples, folder / file_name, f"{run.folder.name}: failed rollouts")
-        console.print(Text(str(folder / file_name)))
+        console.print(Text(printable(folder / file_name)))
 
 
 def watch(folders: list[Path], open_run: Callable[[Path], Run], console: Console) -> None:
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
                     format_figure(run.last("EM")),
                 )
                 name = run.folder if options.project else run.folder.relative_to(options.root)
-                table.add_row(Text(str(name)), *cells, f"{run.age / 3600:,.1f} h ago")
+                table.add_row(Text(printable(name)), *cells, f"{run.age / 3600:,.1f} h ago")
             console.print(table)
             return 0
         if options.serve is not None:
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
             for folder in options.runs:
                 report(open_run(folder), options, console)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass

@@ -21,6 +21,7 @@ from verl.config.overrides import Folders
 from verl.plugins import hook
 from verl.preflight.preflight import CHECKS, choose, run_preflight
 from verl.preflight.target import Target
+from verl.utils.text import printable
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if arguments.json:
             print(json.dumps({"error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     errors = preflight.num_errors
     warnings = len(preflight.findings) - preflight.num_errors
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({**counts, "findings": findings}, indent=1))
     else:
         for finding in preflight.findings:
-            print(finding.line)
+            print(printable(finding.line))
         scope = "this run on" if loaded.config is not None else "this machine, or the cluster at RAY_ADDRESS:"
         machines = f"{preflight.num_machines} machine{'s' * (preflight.num_machines > 1)}"
         print(f"{len(preflight.checks)} checks of {scope} {machines}: {errors} errors, {warnings} warnings")

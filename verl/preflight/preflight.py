@@ -17,6 +17,7 @@ from verl.preflight.cluster import RAY_CHECKS, check_machine, check_nodes, look_
 from verl.preflight.machine_checks import MACHINE_CHECKS
 from verl.preflight.run_checks import RUN_CHECKS
 from verl.preflight.target import Finding, Target, merge
+from verl.utils.text import printable
 
 DRIVER_CHECKS = {**RUN_CHECKS, **RAY_CHECKS}
 # All checks by name. The first line of a check's docstring says what it finds.
@@ -92,10 +93,11 @@ def passes_quick_checks(config: Config | SFTConfig, probe: Any = None) -> bool:
         preflight = run_preflight(Target(config, probe, at_start=True), skip=skip)
     except Exception:  # if the checks themselves fail, on a machine they do not know, the run must not stop
         last = traceback.format_exc().strip().splitlines()[-1]
-        print(f"warning: the checks before the start failed, the run goes on: {last}", file=sys.stderr)
+        line = f"warning: the checks before the start failed, the run goes on: {last}"
+        print(printable(line), file=sys.stderr)
         return True
     for finding in preflight.findings:
-        print(finding.line, file=sys.stderr)
+        print(printable(finding.line), file=sys.stderr)
     return preflight.num_errors == 0
 
 
@@ -111,5 +113,5 @@ def dry_run(config: Config) -> int:
     plan = Plan(config, Hardware.of(config))
     print("\n".join(report(plan)), end="\n\n")
     for line in verdict(plan):
-        print(line) if plan.fits else print(f"error: {line}", file=sys.stderr)
+        print(printable(line)) if plan.fits else print(f"error: {printable(line)}", file=sys.stderr)
     return 0 if plan.fits else 2

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from verl.utils.text import printable
+
 _PACE_OVER = 20  # the time left is estimated from the mean duration of so many steps
 
 
@@ -38,8 +40,8 @@ class Display:
         self.durations: deque[float] = deque(maxlen=_PACE_OVER)
 
     def say(self, text: str) -> None:
-        """Print one line that stays."""
-        print(text, flush=True)
+        """Print one line that stays. What a terminal would take as a command is escaped."""
+        print(printable(text), flush=True)
 
     def close(self) -> None:
         """Close the display; it is safe to call this twice."""
@@ -81,7 +83,7 @@ class LiveDisplay(Display):
         self.live.update(self._table(metrics))
 
     def say(self, text: str) -> None:
-        self.live.console.print(text, highlight=True, markup=False)
+        self.live.console.print(printable(text), highlight=True, markup=False)
 
     def close(self) -> None:
         self.live.stop()

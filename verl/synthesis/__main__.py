@@ -28,6 +28,7 @@ from verl.evaluation.program import (
     settings_of,
 )
 from verl.plugins import hook
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from verl.evaluation.rollouts import Benchmark
@@ -92,7 +93,7 @@ def ask_for_questions(options: argparse.Namespace) -> int:
         check_search(settings_of(folder, options), True)  # before anything is paid for
         passages = corpus_questions.write_passages(options.corpus, options.n, options.seed, options.out)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     options.n = None
     results_folder = options.out / relative_results_path(folder, options.model)

@@ -23,6 +23,7 @@ from verl.config.checks import check_sft_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 from verl.utils.announcing import announce, gc_paused
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.stop_request import StopRequest
@@ -80,7 +81,7 @@ def run(argv: list[str]) -> int:
         loaded = read_arguments(argv, ("sft_trainer",), module="verl.trainer.fsdp_sft_trainer")
         check_sft_config(loaded.config)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     for line in loaded.notes:
         print(f"note: {line}")

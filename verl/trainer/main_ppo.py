@@ -23,6 +23,7 @@ from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from verl.planning.placement import Role
@@ -149,7 +150,7 @@ def run(
         loaded = read_arguments(argv, module=f"verl.trainer.{program}")
         check_config(loaded.config, format_reward=train_score_factory is not None)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     return _train(loaded, train_score_factory, command, stop_request)
 
@@ -174,7 +175,7 @@ def _train(
         validate(config, format_reward=train_score_factory is not None)
         check_environments(config)
         for line in (*loaded.notes, *settings_without_effect(config)):
-            print(f"note: {line}")
+            print(f"note: {printable(line)}")
         if config.trainer.dry_run:
             return dry_run(config)
         with announce("checking settings, machine and search server"):

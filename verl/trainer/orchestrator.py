@@ -46,6 +46,7 @@ from verl.single_controller.ray.environment import (
 )
 from verl.single_controller.ray.session import init_ray, names_in, receive_lines, wait_until_free
 from verl.trainer.command import Command
+from verl.utils.text import printable
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError)
@@ -198,7 +199,7 @@ class OrchestratedRun:
         try:
             session = init_ray(num_cpus=num_cpus)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(error)}", file=sys.stderr)
             return 2
         with session:
             self.output.take_over()
@@ -244,7 +245,7 @@ class OrchestratedRun:
         except RayError as error:
             if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError) and not self.listens:
                 return self._mistake(error.cause)
-            print(error, file=sys.stderr)  # with the traceback of the orchestrator
+            print(printable(error), file=sys.stderr)  # with the traceback of the orchestrator
             return 1
         except ValueError as error:
             return self._mistake(error)
@@ -254,12 +255,12 @@ class OrchestratedRun:
 
     def _mistake(self, error: Exception) -> int:
         """Say why an orchestrator can't be started; return the exit status."""
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 3 if self.num_restarts else 2  # what was right at the start is no mistake of the user's
 
     def _status_after(self, death: str) -> int | None:
         """Return the exit status after a death of an orchestrator, or None if another one may be started."""
-        print(f"error: {death}", file=sys.stderr, flush=True)
+        print(f"error: {printable(death)}", file=sys.stderr, flush=True)
         if self.num_restarts >= self.trainer.max_restarts:
             hint = f"trainer.max_restarts={self.trainer.max_restarts} restarts are used up."
             if self.trainer.max_restarts == 0:

@@ -49,6 +49,7 @@ from verl.trainer.rewinds import (
     step_before,
     with_remedies,
 )
+from verl.utils.text import printable
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -81,14 +82,14 @@ def run_program(
             try:
                 training = start(closing, stop_request)
             except ValueError as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {printable(error)}", file=sys.stderr)
                 return 2
             if isinstance(training, int):
                 return training
             training.fit()
         except (RunStopped, *RECOVERABLE) as error:
             kind = "stopped" if isinstance(error, StoppedOnRequest) else "error"
-            print(f"{kind}: {error}", file=sys.stderr)
+            print(f"{kind}: {printable(error)}", file=sys.stderr)
             return 3
         except KeyboardInterrupt:
             print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)
@@ -272,7 +273,7 @@ class RestartingRun:
         """
         trainer = self.trainer
         assert trainer is not None
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(error)}", file=sys.stderr, flush=True)
         self.shutdown()
         self._failures_in_a_row += 1
         if trainer.checkpoints.last_written is not None:

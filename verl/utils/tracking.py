@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
+from verl.utils.text import printable
+
 
 class Backend(NamedTuple):
     """A place that metrics are reported to.
@@ -91,7 +93,8 @@ class Tracking:
 
 def _console(metrics: Mapping[str, float], step: int) -> None:
     """Print one line a step, as verl does; a run of this project has a display of its own instead."""
-    print(" - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())]))
+    line = " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())])
+    print(printable(line))  # names hold those of data sources
 
 
 def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any]) -> Backend:

@@ -24,6 +24,7 @@ import httpx
 
 from search_r1.search.replies import error_text, retry_after, without_surrogates
 from search_r1.search.search_backend import Document, RetrievalUnavailable, SearchResult
+from verl.utils.text import printable
 
 CONCURRENCY = 8  # requests under way at once; the rate says how many may begin in a second
 # Google answers no more than 100 results.
@@ -213,7 +214,10 @@ class OnlineRetriever:
                 problem = f"{response.status_code} {error_text(response.content)}"
                 told_pause = retry_after(response.headers)
                 if response.status_code in BAD_QUERY:
-                    print(f"no answer to the query {query[:80]!r}: {self._clean(problem)}", file=sys.stderr)
+                    print(
+                        f"no answer to the query {query[:80]!r}: {printable(self._clean(problem))}",
+                        file=sys.stderr,
+                    )
                     return []
                 if response.status_code not in (408, 429) and response.status_code < 500:
                     raise self._unavailable(problem)

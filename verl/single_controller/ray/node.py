@@ -22,6 +22,7 @@ from types import FrameType
 
 from verl.single_controller.ray.environment import RAY_SETTINGS
 from verl.single_controller.ray.session import check_address, choose_temp_dir
+from verl.utils.text import printable
 
 # The head asks each node every second and takes one for lost after 5 failed answers. A process that is gone
 # refuses at once; one that gets no CPU time, while eight others load a model there, has 10 seconds for each.
@@ -148,7 +149,7 @@ def main(argv: list[str]) -> int:
             print(f"this node's Ray processes ended (status {status}); joining again", flush=True)
             time.sleep(_SECONDS_BETWEEN_TRIES)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except Stopped as error:
         print(f"stopped by {error}", flush=True)

@@ -45,6 +45,7 @@ from verl.utils.reward_score import RewardFunction, RewardFunctionFailed, call_r
 from verl.utils.reward_score import default_compute_score as exact_match
 from verl.utils.reward_score.qa_em import documents_hold_answer, em_check, f1_check, known_answers
 from verl.utils.reward_score.qa_em_format import Segment
+from verl.utils.text import printable
 from verl.verifiers.registry import UNVERIFIED, Assigned, Verifiers, assigned_verifiers
 from verl.verifiers.verifier import Sample, VerifierLimit, VerifierSettings
 
@@ -121,7 +122,7 @@ class RewardManager:
             printed[source] += 1
             if printed[source] <= self.num_examine:
                 score = UNVERIFIED if row["score"] is None else f"score {row['score']:g}"
-                print(f"[{source}] {score}, answer {row['answer']}\n{row['text']}\n")
+                print(printable(f"[{source}] {score}, answer {row['answer']}\n{row['text']}\n"))
         if not return_dict:
             return scores
         names = dict.fromkeys(name for row in rows for name in row if name != "text")
