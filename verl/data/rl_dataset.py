@@ -178,7 +178,7 @@ class RLHFDataset:
         longest = self.config["max_prompt_length"]
         messages = self.messages_of(row)
         # A token has at least one byte, so only rows of many bytes are tokenised.
-        num_bytes = sum(len(str(message.get("content")).encode()) for message in messages)
+        num_bytes = sum(len(str(message.get("content")).encode(errors="replace")) for message in messages)
         if num_bytes + _TEMPLATE_BYTES <= longest:
             return None
         ids = encode_prompt(self.tokenizer, text := prompt_text(self.tokenizer, messages))

@@ -331,7 +331,7 @@ def key_matches(headers: Headers, key: str) -> bool:
 
     It takes the same time for every key.
     """
-    expected = key.encode()
+    expected = key.encode(errors="surrogateescape")  # as the environment has it
     authorizations = [value for name, value in headers if name == b"authorization"]
     api_keys = [value for name, value in headers if name == b"x-api-key"]
     if len(authorizations) > 1 or len(api_keys) > 1:
