@@ -130,7 +130,7 @@ def env_config_of(cls: Callable[..., Any], settings: Mapping[str, Any]) -> EnvCo
     """
     defaults: dict[str, Any] = {}
     with suppress(NameError, TypeError, AttributeError):  # annotations of others may be anything
-        annotation = get_type_hints(cls.__init__).get("env_config")  # type: ignore[misc]
+        annotation = get_type_hints(cls.__init__).get("env_config")
         for kind in (annotation, *get_args(annotation)):
             if isinstance(kind, type) and is_dataclass(kind):
                 for field in fields(kind):

@@ -164,9 +164,14 @@ class EngineThread:
         result = TurnResult([], [], [], [], "length", None, None)
         if samples:
             result = await self.run(turn)
-        self.check_room()
+        else:
+            self.check_room()
         token_ids = turn.token_ids + result.token_ids
-        scores = await self._ask(partial(self.engine.score, token_ids, num_most_probable))
+        self.num_turns += 1
+        try:
+            scores = await self._ask(partial(self.engine.score, token_ids, num_most_probable))
+        finally:
+            self.num_turns -= 1
         return result._replace(scores=scores)
 
     def close_sessions(self, session_ids: Iterable[int | None]) -> None:
