@@ -5,11 +5,13 @@
 
 REMOTE_DIR/<run's folder>/global_step_N/...       what is there without COMPLETE.json was never whole
 REMOTE_DIR/<run's folder>/records/...             metrics.jsonl, trajectories and the like, at each upload
+REMOTE_DIR/<run's folder>/records/COMPLETE.json   their sizes and sha256
 REMOTE_DIR/<run's folder>/OWNER                   an id that the run's folder has too: one place is one run's
 
 An error of the remote place before a run starts ends the run: it never starts at step 0 because a bucket did
 not answer. While the run goes on, an upload is tried again until `trainer.upload_deadline`; what could not be
-uploaded stays on the local disk.
+uploaded stays on the local disk. Whoever can write to the place can name files as he likes: a name that would
+leave the run's folder makes a checkpoint a damaged one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import re
 import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -26,10 +30,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl.utils.durable import sync_tree
+from verl.utils.durable import free_name, sync_tree
+from verl.utils.file_sums import damage_in, stays_inside
 from verl.utils.text import printable
 
 MANIFEST = "COMPLETE.json"
+STEP_NAME = re.compile(r"global_step_([0-9]+)")
 OWNER = "OWNER"
 RECORDS: tuple[str, ...] = (
     "trajectories",
@@ -40,6 +46,7 @@ RECORDS: tuple[str, ...] = (
     "judge_verdicts.jsonl",
 )
 RECORDS += ("config.yaml", "metrics.jsonl")  # metrics.jsonl comes last: it is there when all are
+RECORDS_FOLDER = "records"
 FIRST_PAUSE = 1.0  # seconds between the first two tries
 LONGEST_PAUSE = 60.0  # seconds between two tries at most; each pause is twice as long as the one before
 JOIN_SECONDS = 10.0  # how long an end in haste waits for the file that is under way
@@ -47,6 +54,14 @@ JOIN_SECONDS = 10.0  # how long an end in haste waits for the file that is under
 
 class RemoteFailed(ValueError):
     """An error of a remote place that does not answer, or does not hold what it said."""
+
+
+class CheckpointDamaged(ValueError):
+    """An error of a local checkpoint whose files are not those that were written."""
+
+
+class RemoteDamaged(RemoteFailed):
+    """An error of a checkpoint at a remote place whose files are not those that were uploaded."""
 
 
 class RemoteStore:
@@ -127,7 +142,7 @@ class RemoteStore:
                 # A missing mount is an error, not an empty place.
                 raise FileNotFoundError(f"no folder {self.base}")
             owner = (
-                self._call(self.fs.cat_file, remote_marker).decode()
+                self._call(self.fs.cat_file, remote_marker).decode(errors="replace")
                 if OWNER in self._names(self.root)
                 else None
             )
@@ -159,9 +174,20 @@ class RemoteStore:
 
         Raises RemoteFailed if the place does not answer.
         """
-        folders = [name.removeprefix("global_step_") for name in self._names(self.root)]
-        steps = [int(name) for name in folders if name.isdigit()]
-        return sorted(step for step in steps if MANIFEST in self._names(f"{self.root}/global_step_{step}"))
+        return [step for step, is_whole in self._all_steps() if is_whole]
+
+    def unfinished_steps(self) -> list[int]:
+        """Return the steps whose folder is there without COMPLETE.json, oldest first.
+
+        Raises RemoteFailed if the place does not answer.
+        """
+        return [step for step, is_whole in self._all_steps() if not is_whole]
+
+    def _all_steps(self) -> list[tuple[int, bool]]:
+        """Return the steps that have a folder, oldest first, and whether it has COMPLETE.json."""
+        matches = (STEP_NAME.fullmatch(name) for name in self._names(self.root))
+        steps = sorted(int(match.group(1)) for match in matches if match)
+        return [(step, MANIFEST in self._names(f"{self.root}/global_step_{step}")) for step in steps]
 
     def upload(self, step: int, folder: Path, run_dir: Path, ended: threading.Event | None = None) -> None:
         """Upload a whole checkpoint, and the run's records so far.
@@ -176,9 +202,13 @@ class RemoteStore:
 
         Raises:
             RemoteFailed: if the place does not take the files.
+            CheckpointDamaged: if the files are not those that were written (SUMS.json).
             OSError: if the files can't be read.
             InterruptedError: if `ended` was set.
         """
+        damage = damage_in(folder)
+        if damage is not None:
+            raise CheckpointDamaged(f"{folder} is damaged: {damage}")
         checkpoint = f"{self.root}/{folder.name}"
         files = dict[str, dict[str, Any]]()
         self._uploaded = {sent for sent in self._uploaded if sent[0] == checkpoint}
@@ -190,14 +220,12 @@ class RemoteStore:
                 raise InterruptedError(f"the upload of step {step} was broken off")
 
         for path, name in _files(folder):
-            files[name] = {"size": path.stat().st_size, "sha256": _digest(path)}
+            files[name] = _size_and_digest(path)
             if (checkpoint, name) not in self._uploaded:
                 go_on()
                 self._put(path, f"{checkpoint}/{name}")
                 self._uploaded.add((checkpoint, name))
-        for record in RECORDS:
-            for path, name in _files(run_dir / record):
-                self._put(path, f"{self.root}/records/{record}" + (f"/{name}" if name else ""))
+        self._put_records(run_dir)
         for name, expected in files.items():
             size = self._call(self.fs.size, f"{checkpoint}/{name}")
             if size != expected["size"]:
@@ -209,35 +237,106 @@ class RemoteStore:
         self._call(self.fs.mv, f"{checkpoint}/{MANIFEST}.part", f"{checkpoint}/{MANIFEST}")
         self._uploaded.clear()
 
+    def _put_records(self, run_dir: Path) -> None:
+        """Upload the run's records, and after them their sizes and sums."""
+        sums = dict[str, dict[str, Any]]()
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "record"  # a record grows while it is uploaded
+            for record in RECORDS:
+                for path, inner in _files(run_dir / record):
+                    name = f"{record}/{inner}" if inner else record
+                    shutil.copyfile(path, copy)
+                    sums[name] = _size_and_digest(copy)
+                    self._put(copy, f"{self.root}/{RECORDS_FOLDER}/{name}")
+        self._put(json.dumps({"files": sums}, indent=1).encode(), f"{self.root}/{RECORDS_FOLDER}/{MANIFEST}")
+
     def fetch(self, step: int, run_dir: Path) -> None:
         """Download a checkpoint to its place in the run's folder, and the records if the folder has none.
 
-        The checkpoint is checked against the manifest. Raises RemoteFailed if it can't be had whole.
+        Raises:
+            RemoteDamaged: if the checkpoint is not what its COMPLETE.json and its SUMS.json say.
+            RemoteFailed: if the place does not answer.
         """
         checkpoint = f"{self.root}/global_step_{step}"
         incomplete = run_dir / f"global_step_{step}.incomplete"
         shutil.rmtree(incomplete, ignore_errors=True)
         incomplete.mkdir(parents=True)
         try:
-            files = json.loads(self._call(self.fs.cat_file, f"{checkpoint}/{MANIFEST}"))["files"]
-            for name, expected in files.items():
+            for name, expected in self._files_of(checkpoint).items():
                 target = incomplete / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._call(self.fs.get_file, f"{checkpoint}/{name}", str(target))
-                if target.stat().st_size != expected["size"] or _digest(target) != expected["sha256"]:
-                    raise RemoteFailed(f"{checkpoint}/{name} is damaged: it is not what {MANIFEST} says")
-            if not (run_dir / "metrics.jsonl").exists() and "records" in self._names(self.root):
-                names = sorted(self._below(f"{self.root}/records"), key=lambda name: name == "metrics.jsonl")
-                for name in names:
-                    target = run_dir / name
-                    partial_file = run_dir / f"{name}.part"
-                    partial_file.parent.mkdir(parents=True, exist_ok=True)
-                    self._call(self.fs.get_file, f"{self.root}/records/{name}", str(partial_file))
-                    partial_file.replace(target)
+                if _size_and_digest(target) != expected:
+                    raise RemoteDamaged(f"{checkpoint}/{name} is damaged: it is not what {MANIFEST} says")
         except FileNotFoundError as error:
-            raise RemoteFailed(f"{checkpoint} lacks {error}; expected what {MANIFEST} names") from error
+            raise RemoteDamaged(f"{checkpoint} lacks {error}; expected what {MANIFEST} names") from error
+        damage = damage_in(incomplete)
+        if damage is not None:
+            raise RemoteDamaged(f"{checkpoint} was damaged before it was uploaded: {damage}")
+        if not (run_dir / "metrics.jsonl").exists():
+            self._fetch_records(run_dir)
         sync_tree(incomplete)
-        incomplete.rename(run_dir / f"global_step_{step}")
+        target = run_dir / f"global_step_{step}"
+        if target.exists():  # its files are damaged
+            target.rename(free_name(target, "damaged"))
+        incomplete.rename(target)
+
+    def _files_of(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Return what a folder's COMPLETE.json says: name -> size and sha256.
+
+        Raises:
+            RemoteDamaged: if it can't be read, or has a name that leaves the folder.
+            FileNotFoundError: if there is none.
+        """
+        manifest = f"{folder}/{MANIFEST}"
+        try:
+            files = json.loads(self._call(self.fs.cat_file, manifest))["files"]
+            expected = {
+                name: {"size": int(entry["size"]), "sha256": str(entry["sha256"])}
+                for name, entry in files.items()
+            }
+        except RemoteFailed:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RemoteDamaged(f"{manifest} can't be read ({type(error).__name__}: {error})") from error
+        for name in expected:
+            if not stays_inside(name):
+                raise RemoteDamaged(f"{manifest} names {name!r}, which is not a file below {folder}")
+        return expected
+
+    def _fetch_records(self, run_dir: Path) -> None:
+        """Download the run's records. One that is not what its sums say is taken, and named.
+
+        A record is for people: damage in it changes nothing that the run learns. It differs from its sums,
+        too, if an upload was broken off.
+        """
+        if RECORDS_FOLDER not in self._names(self.root):
+            return
+        folder = f"{self.root}/{RECORDS_FOLDER}"
+        expected: dict[str, dict[str, Any]] = {}
+        try:
+            expected = self._files_of(folder)
+        except (RemoteDamaged, FileNotFoundError) as error:
+            print(f"note: the records in {folder} can't be compared with their sums: {error}", flush=True)
+        # metrics.jsonl comes last: it is there when all are.
+        names = sorted({*self._below(folder), *expected} - {MANIFEST}, key=lambda name: name == RECORDS[-1])
+        for name in names:
+            if not stays_inside(name) or name.split("/")[0] not in RECORDS:
+                print(f"warning: {folder} has {name!r}, which is no record of a run; it is left", flush=True)
+                continue
+            target = run_dir / name
+            partial_file = run_dir / f"{name}.part"
+            partial_file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._call(self.fs.get_file, f"{folder}/{name}", str(partial_file))
+            except FileNotFoundError:
+                print(f"warning: the record {folder}/{name} is missing", flush=True)
+                continue
+            if expected and _size_and_digest(partial_file) != expected.get(name):
+                print(
+                    f"warning: the record {folder}/{name} is not what its sums say; it is taken", flush=True
+                )
+            partial_file.replace(target)
 
     def set_aside(self, step: int | None) -> None:
         """Rename a step's folder to *.old-K, or the run's folder if `step` is None.
@@ -281,9 +380,10 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
                 yield path, path.relative_to(root).as_posix()
 
 
-def _digest(path: Path) -> str:
+def _size_and_digest(path: Path) -> dict[str, Any]:
+    """Return the entry of a file in COMPLETE.json."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 class Uploads:
@@ -341,6 +441,9 @@ class Uploads:
                 self.store.upload(step, folder, self.run_dir, self._ended)
                 self.whole.add(step)
                 return True
+            except CheckpointDamaged as error:
+                print(f"warning: checkpoint {step} is not uploaded: {error}", flush=True)
+                return False
             except (RemoteFailed, OSError) as error:
                 problem = str(error)
             if time.monotonic() + pause > until:

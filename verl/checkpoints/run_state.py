@@ -6,14 +6,17 @@
     <run folder>/global_step_N/partial_groups.pkl rows that go on in the next step, if there are any
     <run folder>/global_step_N/prompt_history.npz which prompts were drawn and solved, where that decides
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals
+    <run folder>/global_step_N/SUMS.json          sizes and sums of all these files
     <run folder>/latest_checkpointed_iteration.txt the N of the newest one, for verl's tools
 
 A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk, so that whatever
-bears the final name is whole. With `trainer.async_checkpoint` the workers take snapshots and write them while
-training goes on:
+bears the final name is whole. Its sums come last. Before a checkpoint is loaded, its files are compared with
+them: `find_whole` passes over a damaged checkpoint, names it, and takes the one before. A checkpoint of an
+older version has no sums; it is taken, and a line says so. With `trainer.async_checkpoint` the workers take
+snapshots and write them while training goes on:
 
     save(step): workers take snapshots | next step ... commit_if_written() ... | the folder gets its name
-                 their threads write  ----------------->
+                 their threads write, a thread of the driver adds the sums --->
 """
 
 from __future__ import annotations
@@ -25,17 +28,19 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from verl.checkpoints.file_names import NEWEST_STEP_FILE
-from verl.checkpoints.remote_store import RemoteFailed, RemoteStore, Uploads
+from verl.checkpoints.remote_store import MANIFEST, RemoteDamaged, RemoteFailed, RemoteStore, Uploads
 from verl.config.schema import RunSettings, Trainer
 from verl.single_controller.base import WorkerGroup
 from verl.utils.announcing import announce
-from verl.utils.durable import sync, sync_tree
+from verl.utils.durable import free_name, sync, sync_tree
+from verl.utils.file_sums import SUMS_FILE, damage_in, has_sums, write_sums
 from verl.workers.engine.snapshot import CheckpointFailed
 
 State = TypeVar("State", bound="SavedState")
@@ -202,11 +207,21 @@ class CheckpointStore:
         unfinished.mkdir(parents=True)
         return unfinished
 
+    def seal(self, step: int) -> None:
+        """Write the sums of what was written since `begin`, and force everything to the disk.
+
+        This reads all files, which takes about a second for 1 GB.
+        """
+        unfinished = self._incomplete_folder(step)
+        write_sums(unfinished)
+        sync_tree(unfinished)
+
     def commit(self, step: int) -> None:
-        """Make what was written since `begin` the checkpoint of `step`."""
+        """Make what was written since `begin` the checkpoint of `step`; call `seal` unless it was called."""
         unfinished = self._incomplete_folder(step)
         target = self.folder(step)
-        sync_tree(unfinished)
+        if not has_sums(unfinished):
+            self.seal(step)
         if target.exists():
             _delete(target)
         os.replace(unfinished, target)
@@ -270,15 +285,67 @@ class CheckpointStore:
             with announce(f"uploading to {uploads.store.url}"):
                 uploads.close(in_haste=not self.ended_well)
 
-    def fetch(self, folder: Path) -> None:
-        """Make sure that the checkpoint that `find_resume` returned is here.
+    def find_whole(self, mode: str, from_path: str | None) -> Path | None:
+        """Return the checkpoint of `find_resume`, or the newest one before it whose files are whole.
 
-        Raises RemoteFailed if it can't be downloaded.
+        All its files are read, and it is downloaded if it is only at the remote place. Damaged checkpoints
+        that are passed over are named, and renamed to `global_step_N.damaged-K`. The folder must be locked.
+
+        Raises:
+            ValueError: if the checkpoint of `from_path` is damaged, or if all of the run's checkpoints are.
+            RemoteFailed: if the remote place does not answer.
         """
-        if self.remote is not None and not folder.exists():
-            step = int(folder.name.removeprefix("global_step_"))
-            with announce(f"downloading the checkpoint of step {step} from {self.remote.url}"):
-                self.remote.fetch(step, self.run_dir)
+        remote_steps = self._remote_steps() if mode in ("auto", "latest") else []
+        newest = self.find_resume(mode, from_path)
+        if newest is None:
+            return None
+        if mode == "from_path":
+            check_whole(newest)
+            return newest
+        damages: list[str] = []
+        damaged: list[Path] = []
+        for step in sorted({*self.steps(), *remote_steps}, reverse=True):
+            folder = self.folder(step)
+            if folder.is_dir():
+                damage = damage_in(folder)
+                if damage is None:
+                    return self._chosen(folder, damaged)
+                damaged.append(folder)
+                damages.append(f"{folder}: {damage}")
+                print(f"warning: a damaged checkpoint is passed over: {damages[-1]}", flush=True)
+            if self.remote is not None and step in remote_steps:
+                try:
+                    with announce(f"downloading the checkpoint of step {step} from {self.remote.url}"):
+                        self.remote.fetch(step, self.run_dir)
+                    return self._chosen(folder, [other for other in damaged if other != folder])
+                except RemoteDamaged as error:
+                    damages.append(str(error))
+                    print(f"warning: a damaged checkpoint is passed over: {error}", flush=True)
+        raise ValueError(
+            f"Found no whole checkpoint in {self.run_dir}, and {len(damages)} damaged ones, the newest of "
+            f"them {damages[0]}. Expected one that is whole. Copy one back from a backup, or start the run "
+            "anew with trainer.resume_mode=none, which sets the folder aside."
+        )
+
+    def _remote_steps(self) -> list[int]:
+        """Return the steps with a whole checkpoint at the remote place; name newer ones that are not."""
+        if self.remote is None:
+            return []
+        steps = self.remote.steps()
+        for step in self.remote.unfinished_steps():
+            if step > max(steps, default=-1):
+                print(
+                    f"note: step {step} at {self.remote.url} has no {MANIFEST}: it is not whole", flush=True
+                )
+        return steps
+
+    def _chosen(self, folder: Path, damaged: list[Path]) -> Path:
+        """Return a checkpoint that is gone on from, after the damaged ones were renamed."""
+        for other in damaged:
+            os.replace(other, free_name(other, "damaged"))
+        self._track_latest()
+        _note_missing_sums(folder)
+        return folder
 
     def _incomplete_folder(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}.incomplete"
@@ -316,7 +383,7 @@ class CheckpointStore:
         self._set_aside_there(None)
         if not (self.run_dir / "metrics.jsonl").exists() and not self.steps():
             return None
-        new_name = _free_name(self.run_dir)
+        new_name = free_name(self.run_dir)
         os.replace(self.run_dir, new_name)
         return new_name
 
@@ -330,7 +397,7 @@ class CheckpointStore:
         self._set_aside_there(step)
         for later in self.steps():
             if later > step:
-                moved.append(_free_name(self.folder(later)))
+                moved.append(free_name(self.folder(later)))
                 os.replace(self.folder(later), moved[-1])
         self._track_latest()
         return moved
@@ -397,11 +464,24 @@ class CheckpointStore:
         return self.folder(steps[-1]) if steps else None
 
 
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    return candidate
+def check_whole(folder: Path) -> None:
+    """Raise ValueError, with the name of the file, if a checkpoint's folder is damaged."""
+    damage = damage_in(folder)
+    if damage is not None:
+        raise ValueError(
+            f"{folder} is damaged: {damage}. Expected the files as the run wrote them. Copy them again, or "
+            "take another checkpoint."
+        )
+    _note_missing_sums(folder)
+
+
+def _note_missing_sums(folder: Path) -> None:
+    if not has_sums(folder):
+        print(
+            f"note: {folder} has no {SUMS_FILE} (an older version wrote it, or the file is lost): whether "
+            "its files are whole can't be told",
+            flush=True,
+        )
 
 
 def _delete(folder: Path) -> None:
@@ -441,6 +521,8 @@ class CheckpointWriting:
         self.background = background
         self._step: int | None = None  # step of the checkpoint that is being written
         self._groups: list[WorkerGroup] = []
+        self._sealing: Future[None] | None = None  # the adding of its sums, once the rest is written
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
 
     def save(self, step: int, groups: Mapping[str, WorkerGroup], write_rest: Callable[[Path], None]) -> None:
         """Finish the checkpoint before this one, and begin that of `step`.
@@ -499,14 +581,15 @@ class CheckpointWriting:
             return
         problem = f"was not whole within {_SECONDS_AFTER_A_FAILURE:g} s, or its processes are busy"
         is_written = threading.Event()
+        step = self._step
 
         def wait() -> None:
             with suppress(BaseException):  # `finish` raises it again
-                for group in self._groups:
-                    group.checkpoint_is_written(True)
+                sealing = self._seal_if_written(step, wait=True)
+                assert sealing is not None
+                sealing.result()
             is_written.set()
 
-        step = self._step
         threading.Thread(target=wait, daemon=True).start()
         if is_written.wait(_SECONDS_AFTER_A_FAILURE):
             try:
@@ -524,13 +607,29 @@ class CheckpointWriting:
         if step is None:
             return
         try:
-            written = [done for group in self._groups for done in group.checkpoint_is_written(wait)]
-            if all(written):
-                self._step = None
-                self.store.commit(step)
+            sealing = self._seal_if_written(step, wait)
+            if sealing is None or (self.background and not wait and not sealing.done()):
+                return
+            sealing.result()
+            self._step = None
+            self._sealing = None
+            self.store.commit(step)
         except (CheckpointFailed, OSError) as error:
             self._step = None
+            self._sealing = None
             raise self._failed(step, error) from error
+
+    def _seal_if_written(self, step: int, wait: bool) -> Future[None] | None:
+        """Return the adding of the sums, which begins when the workers have written their files, or None.
+
+        With `wait`, wait until they have. Raises CheckpointFailed if they could not.
+        """
+        if self._sealing is None:
+            written = [done for group in self._groups for done in group.checkpoint_is_written(wait)]
+            if not all(written):
+                return None
+            self._sealing = self._thread.submit(self.store.seal, step)
+        return self._sealing
 
     def _failed(self, step: int, error: Exception) -> RunStopped:
         return RunStopped(

@@ -196,7 +196,7 @@ def decide_machine_settings(config: AnyConfig) -> AnyConfig:
     folder = checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
     if folder is not None and not folder.exists():  # the checkpoint is at the remote place
         checkpoints.lock()
-        checkpoints.fetch(folder)
+        folder = checkpoints.find_whole(trainer.resume_mode, trainer.resume_from_path)
         checkpoints.unlock()
     if dtype := _dtype_of_run(folder, fastest):
         print(f"computing in {dtype}, as the run of {folder} did", flush=True)

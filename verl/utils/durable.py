@@ -30,3 +30,11 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def free_name(path: Path, reason: str = "old") -> Path:
+    """Return the first of `<path>.<reason>-1`, `<path>.<reason>-2`, ... that no file has."""
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{reason}-{number}")).exists():
+        number += 1
+    return candidate

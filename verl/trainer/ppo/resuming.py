@@ -154,21 +154,19 @@ class CheckpointedRun:
         self.checkpoints = store_of(trainer)
         self.checkpoint_writing = CheckpointWriting(self.checkpoints, trainer.async_checkpoint)
         self.worker_groups: dict[str, WorkerGroup] = {}
-        self._find_checkpoint()
-
-    def _find_checkpoint(self) -> None:
-        """Set `resume_folder`, the checkpoint that the run goes on from, or None for a start."""
-        trainer = self.config.trainer
+        # The checkpoint that the run goes on from, or None for a start. `_lock_folder` decides it.
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
 
     def _lock_folder(self) -> None:
-        """Keep other runs out of the folder, and look for the checkpoint again: now none can be added."""
+        """Keep other runs out of the folder, and find the newest checkpoint that is whole.
+
+        Raises ValueError if there are checkpoints, and none of them is whole.
+        """
+        trainer = self.config.trainer
         self.checkpoints.lock()
         if self.checkpoints.remote is not None:
             self.checkpoints.remote.check(self.checkpoints.run_dir)
-        self._find_checkpoint()
-        if self.resume_folder is not None:
-            self.checkpoints.fetch(self.resume_folder)
+        self.resume_folder = self.checkpoints.find_whole(trainer.resume_mode, trainer.resume_from_path)
 
     def _load_checkpoint(self, folder: Path) -> int:
         """Put everything where a checkpoint left it; return its step.
