@@ -3,7 +3,7 @@
     <run folder>/global_step_N/actor/...          weights, optimizer, schedule, random state (worker's format)
     <run folder>/global_step_N/actor/huggingface  the same weights as a Hugging Face folder
     <run folder>/global_step_N/critic/...
-    <run folder>/global_step_N/partial_groups.pkl rows that go on in the next step, if there are any
+    <run folder>/global_step_N/partial_groups.npz rows that go on in the next step, if there are any
     <run folder>/global_step_N/prompt_history.npz which prompts were drawn and solved, where that decides
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals
     <run folder>/global_step_N/SUMS.json          sizes and sums of all these files
@@ -21,6 +21,7 @@ snapshots and write them while training goes on:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -49,6 +50,7 @@ STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
 # Steps. A run that may go back keeps a checkpoint that is so old, since a collapse is seen late.
 KEEP_BEHIND = 20
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 # What the processes that write may take after a failure. They may be gone, busy, or wait for each other.
 _SECONDS_AFTER_A_FAILURE = 10.0
 
@@ -70,6 +72,10 @@ class RunStopped(RuntimeError):
 
 class SearchesFailed(RunStopped):
     """An error of a run in which too many searches failed: the retrieval server is away."""
+
+
+class DiskFailed(RunStopped):
+    """An error of a run whose records can't be written: the disk is full, or broken."""
 
 
 class EnvironmentsFailed(SearchesFailed):
@@ -562,7 +568,8 @@ class CheckpointWriting:
         The checkpoint gets its name, also if the run is stopped (RunStopped). If the run fails or is
         interrupted, it gets its name only if that takes no more than some seconds.
 
-        Raises RunStopped if the checkpoint could not be written.
+        Raises RunStopped if the checkpoint could not be written, and DiskFailed if the disk took a record of
+        the run no more.
         """
         try:
             yield
@@ -570,6 +577,11 @@ class CheckpointWriting:
             self.finish()
             self.store.ended_well = True
             raise
+        except OSError as error:
+            self._finish_after_a_failure()
+            if error.errno not in DISK_ERRORS:
+                raise
+            raise DiskFailed(f"{error.filename or self.store.run_dir}: {error.strerror}") from error
         except BaseException:
             self._finish_after_a_failure()
             raise

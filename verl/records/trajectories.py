@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.records.figures import UNKNOWN_REWARD_REASONS
-from verl.utils.json_files import read_lines, to_json, write_text_atomically
+from verl.utils.json_files import append_whole, read_lines, to_json, write_text_atomically
 from verl.utils.reward_score.qa_em import em_check, extract_solution, f1_check, golden_answers
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ class TrajectoryFolder:
     def add(self, step: int, records: list[dict[str, Any]]) -> None:
         if records:
             self.path.mkdir(parents=True, exist_ok=True)
-            with self._file(step).open("a", encoding="utf-8") as file:
-                file.writelines(to_json(record) + "\n" for record in records)
+            append_whole(self._file(step), "".join(to_json(record) + "\n" for record in records))
 
     def cut_after(self, step: int) -> None:
         """Delete the files of later steps, because a resumed run writes those again; -1 deletes all."""

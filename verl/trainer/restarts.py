@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from verl.checkpoints.file_names import RESTARTS_FILE
 from verl.checkpoints.remote_store import RemoteFailed
-from verl.checkpoints.run_state import RunState, RunStopped, step_of
+from verl.checkpoints.run_state import DISK_ERRORS, RunState, RunStopped, step_of
 from verl.config import Config, replace_values
 from verl.records.recorder import BRANCHES
 from verl.sessions.engine_contract import EngineUnavailable
@@ -90,6 +90,11 @@ def run_program(
         except (RunStopped, *RECOVERABLE) as error:
             kind = "stopped" if isinstance(error, StoppedOnRequest) else "error"
             print(f"{kind}: {printable(error)}", file=sys.stderr)
+            return 3
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            print(f"error: {error.filename or 'a file'} can't be written: {error.strerror}", file=sys.stderr)
             return 3
         except KeyboardInterrupt:
             print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)

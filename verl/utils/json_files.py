@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,23 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text_atomically(path, "".join(to_json(row) + "\n" for row in rows))
 
 
+def append_whole(path: Path, text: str) -> None:
+    """Add text to a file; if it can't be written to its end, the file is what it was before.
+
+    Raises OSError, with the file's name, if it can't be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        remaining = memoryview(text.encode("utf-8", errors="replace"))
+        try:
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
+        except OSError as error:
+            with suppress(OSError):  # the first error is the one that counts
+                file.truncate(size)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class MetricsFile:
     """The file `metrics.jsonl`: {"step": int, name: float, ...} per line, steps ascending."""
 
@@ -76,10 +94,12 @@ class MetricsFile:
             write_lines(self.path, (row for row in self.read() if row["step"] <= step))
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add one step's line; it is on its way to the disk when this returns."""
+        """Add one step's line, whole or not at all; it is on its way to the disk when this returns.
+
+        Raises OSError if it can't be written, for example because the disk is full.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(to_json({"step": step, **metrics}) + "\n")
+        append_whole(self.path, to_json({"step": step, **metrics}) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
         """Return all complete lines."""
