@@ -93,7 +93,7 @@ def test_rule_10_a_run_that_is_killed_resumes_to_the_same_step_with_the_kept_gro
     assert run([*line, f"trainer.default_local_dir={whole}"]) == 0
     rows = {row["step"]: row for row in steps(whole)}
     kept = next(step for step in (1, 2, 3) if rows[step]["env/kept_groups"])
-    assert (whole / f"global_step_{kept}" / "partial_groups.pkl").exists()
+    assert (whole / f"global_step_{kept}" / "partial_groups.npz").exists()
     assert rows[kept + 1]["rollout/staleness/max"] == 1 and rows[1]["rollout/staleness/max"] == 0
     assert rows[4]["env/kept_groups"] == 0  # nothing is kept at the end
 

@@ -31,6 +31,7 @@ from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import environment_metrics, environment_of
 from verl.trainer.ppo.kinds import kind_metrics, kind_of
+from verl.trainer.ppo.saved_rows import load_rows, save_rows, without_environments
 from verl.trainer.ppo.scoring import can_save_searches, solved_rows, solved_share, values_named
 from verl.verifiers.registry import verifier_metrics
 
@@ -40,7 +41,8 @@ AHEAD_STREAM = 2
 # Finish reasons of trajectories that a round did not wait for.
 KEPT = "kept"
 CUT = "cut"
-PARTIAL_GROUPS_FILE = "partial_groups.pkl"
+PARTIAL_GROUPS_FILE = "partial_groups.npz"
+OLD_PARTIAL_GROUPS_FILE = "partial_groups.pkl"  # of older versions; not read: a pickle can run programs
 HISTORY_FILE = "prompt_history.npz"
 
 
@@ -470,17 +472,19 @@ class TrajectoryCollector:
         """Write what `take_state` noted into a checkpoint; the sampler's position is not part of it."""
         unfinished, history = self._state
         if unfinished is not None:
-            unfinished.save_to_disk(folder / PARTIAL_GROUPS_FILE)
+            save_rows(folder / PARTIAL_GROUPS_FILE, without_environments(unfinished.select()))
         if history:
             np.savez(folder / HISTORY_FILE, allow_pickle=False, **history)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote.
 
-        Raises ValueError if the sampler had other settings then.
+        Raises ValueError if the sampler had other settings then, or if a file is damaged.
         """
         path = folder / PARTIAL_GROUPS_FILE
-        self.unfinished = DataProto.load_from_disk(path) if path.exists() else None
+        self.unfinished = without_environments(load_rows(path)) if path.exists() else None
+        if (folder / OLD_PARTIAL_GROUPS_FILE).exists():
+            self.say(f"{folder / OLD_PARTIAL_GROUPS_FILE} is of an older version; its rows are left out")
         history: dict[str, np.ndarray] = {}
         # Older versions wrote the second file.
         for path in (folder / HISTORY_FILE, folder / "difficulty_pools.npz"):

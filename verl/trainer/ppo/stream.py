@@ -20,7 +20,6 @@ so that the run is the same however fast the processes are.
 
 from __future__ import annotations
 
-import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -37,9 +36,11 @@ from verl.records.figures import UNKNOWN_REWARD_REASONS
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector, continuations
+from verl.trainer.ppo.saved_rows import has_environment, load_rows, save_rows, without_environments
 from verl.workers.rollout_worker import MEMBER
 
-STREAM_FILE = "rollout_stream.pkl"
+STREAM_FILE = "rollout_stream.npz"
+OLD_STREAM_FILE = "rollout_stream.pkl"  # of older versions; it is not read, as a pickle can run programs
 POLL_SECONDS = 0.1
 LEAN_FADES = 0.95  # weight of a step relative to the next one: about the last 20 steps count
 MOST_SILENT = 3  # deadlines in a row, without any finished row, at which a process is given up
@@ -468,6 +469,7 @@ class RolloutStream:
                 row = group.rows.get(member, rows.get((group.uid, member)))
                 if row is not None and not repeatable and not has_failed(row):
                     states[member] = continuations(row)[0]
+            states = [None if has_environment(state) else state for state in states]
             prompts = group.prompts.select()
             prompts.non_tensor_batch["continuation"] = object_array(states)
             running.append((group.number, group.attempt, prompts, {}, group.due))
@@ -484,20 +486,26 @@ class RolloutStream:
             "next_number": self.next_number,
             "lean": asdict(self._lean),
         }
-        with (folder / STREAM_FILE).open("wb") as file:
-            pickle.dump(state, file)
+        save_rows(folder / STREAM_FILE, state)
 
     def load(self, folder: Path, step: int) -> None:
         """Read what `save` wrote.
 
-        There is nothing to read if the run has not sampled ahead so far.
+        There is nothing to read if the run has not sampled ahead so far. Raises ValueError if the file is
+        damaged.
         """
         self.version = step
         file = folder / STREAM_FILE
         if not file.is_file():
+            if (folder / OLD_STREAM_FILE).is_file():
+                steps = step + self.settings.max_staleness + 1
+                self.next_number = steps * self.gate.groups_per_step  # above the numbers of that version
+                self.say(f"{folder / OLD_STREAM_FILE} is of an older version; its rows are left out")
             return
-        state = pickle.loads(file.read_bytes())
+        state = load_rows(file)
         self.next_number = state["next_number"]
         self._lean = Lean(**state.get("lean", {}))  # older versions wrote none
         self.again = [PromptGroup(*arguments) for arguments in (*state["running"], *state["again"])]
+        for group in self.again:
+            without_environments(group.prompts)
         self.ready = [PromptGroup(*arguments) for arguments in state["ready"]]

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl.utils.safetensors_file import write_safetensors
+from verl.workers.engine.dcp_reader import TensorReader
 from verl.workers.engine.optim import resume_schedule
 
 COPIED_FILES = ("prompt_template.txt", "generation_config.json")
@@ -61,7 +62,7 @@ def save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup
 
 def load_tensors(tensors: dict[str, Any], folder: Path) -> None:
     """Fill tensors from a folder that any number of ranks wrote with `save_tensors`."""
-    dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    dcp.load(tensors, storage_reader=TensorReader(folder), no_dist=not dist.is_initialized())
 
 
 def check_fits(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
@@ -183,7 +184,7 @@ def saved_tensors(dcp_folder: Path, prefix: str = "") -> dict[str, Tensor]:
 
     The result maps a name without the prefix to a tensor on the device "meta".
     """
-    entries = dcp.FileSystemReader(dcp_folder).read_metadata().state_dict_metadata
+    entries = TensorReader(dcp_folder).read_metadata().state_dict_metadata
     return {
         name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in entries.items()
@@ -204,7 +205,7 @@ def read_tensors(
         size = sum(tensors_on_meta[key].nbytes for key in batch)
         if size + tensor.nbytes >= BYTES_AT_ONCE or number == len(tensors_on_meta):
             loaded = {prefix + key: torch.empty_like(tensors_on_meta[key], device="cpu") for key in batch}
-            dcp.load(loaded, checkpoint_id=dcp_folder, no_dist=True)
+            dcp.load(loaded, storage_reader=TensorReader(dcp_folder), no_dist=True)
             yield from ((key, loaded.pop(prefix + key)) for key in batch)
             batch = []
 
