@@ -20,7 +20,7 @@ import numpy as np
 from search_r1.search.long_work import Progress
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SIDECAR_FORMAT = 0x5352_4F46_0001  # "SROF", version 1
+SIDECAR_FORMAT = 0x5352_4F46_0002  # "SROF", version 2
 BLOCK_BYTES = 16 * 2**20
 NEWLINE = 10
 BRACE = 123
@@ -54,7 +54,8 @@ def find_rows(path: Path, progress: Progress | None = None) -> tuple[np.ndarray,
     new_stat = path.stat()
     if (new_stat.st_size, new_stat.st_mtime_ns) != (old_stat.st_size, old_stat.st_mtime_ns):
         raise ValueError(f"{path} was changed while it was read; start again when it is finished")
-    header = np.array([SIDECAR_FORMAT, old_stat.st_size, old_stat.st_mtime_ns, num_blank], dtype=np.uint64)
+    facts = [SIDECAR_FORMAT, old_stat.st_size, old_stat.st_mtime_ns, num_blank, zlib.crc32(starts.data)]
+    header = np.array(facts, dtype=np.uint64)
     partial = sidecar_path(path).with_name(f"{sidecar_path(path).name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -93,16 +94,18 @@ def _scan(path: Path, size: int, progress: Progress | None) -> tuple[np.ndarray,
 
 
 def _read_sidecar(path: Path, stat: os.stat_result) -> tuple[np.ndarray, int] | None:
-    """Return the kept offsets, memory-mapped, or None if there are none for a file of this size and time."""
+    """Return the kept offsets, memory-mapped, or None if there are no whole ones for this size and time."""
     try:
         values = np.load(sidecar_path(path), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    if values.dtype != np.uint64 or values.ndim != 1 or len(values) < 6 or values[-1] != stat.st_size:
+    if values.dtype != np.uint64 or values.ndim != 1 or len(values) < 7 or values[-1] != stat.st_size:
         return None
     if values[:3].tolist() != [SIDECAR_FORMAT, stat.st_size, stat.st_mtime_ns]:
         return None
-    return np.asarray(values[4:]), int(values[3])
+    if values[4] != zlib.crc32(np.asarray(values[5:]).data):
+        return None
+    return np.asarray(values[5:]), int(values[3])
 
 
 def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:

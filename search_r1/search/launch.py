@@ -104,7 +104,7 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     names = "bm25 (default), lucene, a dense encoder (e5, bge, ...), or online: serpapi, google"
     add("--retriever_name", default="bm25", help=f"{names}; two with + between them are fused (bm25+e5)")
     add("--num_threads", type=int, default=1, help="threads of a search (default: 1)")
-    add("--verify", action="store_true", help="compare the whole corpus with the manifest")
+    add("--verify", action="store_true", help="compare the whole corpus and index with the manifest")
     add = parser.add_argument_group("dense encoders").add_argument
     add("--retriever_model", help="folder or hub name; default: what the index was built with")
     add("--pooling_method", help="mean, cls, last or max; default: the model's own")
@@ -224,6 +224,8 @@ def _open_backend(
     manifest = None
     if path is not None:
         manifest = check_manifest(path, corpus, plan.kind, full=arguments.verify, progress=progress)
+    if path is not None and manifest is None:
+        report(f"{path} has no manifest: whether it is whole, and of this corpus, can't be told")
     if arguments.verify and manifest is None:
         raise ValueError("--verify: there is no manifest of an index to compare the corpus with")
     report(f"loading {path}" if path else "building the BM25 index in memory")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.search import corpus as corpus_module
+from search_r1.search import manifest as manifest_module
 from search_r1.search.corpus import Corpus
 from search_r1.search.manifest import Manifest, check_manifest, write_manifest
 
@@ -70,3 +71,44 @@ def test_an_index_that_lost_bytes_is_refused(index, corpus, damage, message):
         part.write_bytes(b"te")
     with pytest.raises(ValueError, match=f"not whole, sub/terms.txt {message}, expected 5"):
         check_manifest(index, corpus)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_found_in_a_small_index_at_once_and_in_a_large_one_with_verify(
+    index, corpus, monkeypatch
+):
+    flip(index / "postings.bin")
+    with pytest.raises(ValueError, match=r"the index is damaged, postings\.bin is damaged: its sum"):
+        check_manifest(index, corpus)
+    monkeypatch.setattr(manifest_module, "SMALL_INDEX", 0)
+    check_manifest(index, corpus)
+    with pytest.raises(ValueError, match=r"postings\.bin is damaged"):
+        check_manifest(index, corpus, full=True)
+
+
+def test_a_manifest_that_says_something_else_than_was_written_is_damaged(index, corpus):
+    path = index / "manifest.json"
+    path.write_text(path.read_text().replace("0.9", "0.8"))
+    with pytest.raises(ValueError, match="its sum is another"):
+        check_manifest(index, corpus)
+
+
+def test_an_index_of_an_older_version_has_no_sums(index, corpus, capsys):
+    path = index / "manifest.json"
+    values = json.loads(path.read_text())
+    del values["crc32"], values["built"]["sums"]
+    path.write_text(json.dumps(values))
+    check_manifest(index, corpus, full=True)
+    assert "has no sums (an older version built it)" in capsys.readouterr().err
+
+
+def test_damaged_offsets_of_a_corpus_are_found_again(corpus):
+    sidecar = corpus.path.with_name("corpus.jsonl.offsets.npy")
+    expected = corpus.rows([3, 500])
+    flip(sidecar)
+    assert Corpus.open(corpus.path).rows([3, 500]) == expected

@@ -20,7 +20,8 @@ from search_r1.search.bm25.build import build_index
 from search_r1.search.bm25.index import K1, B, Index, idf, inverse_norms
 from search_r1.search.bm25.kernel import WINDOW, search
 from search_r1.search.corpus import Corpus
-from search_r1.search.manifest import check_manifest
+from search_r1.search.corpus_files import sidecar_path
+from search_r1.search.manifest import MappedFiles, check_manifest
 from search_r1.search.search_backend import SearchResult
 
 MAX_UNBUILT_BYTES = 256 * 2**20  # a corpus up to here can be indexed at the start, in about a minute
@@ -63,6 +64,8 @@ class BM25Retriever:
                 f"--index_path: {index_path} is an index of {self._index.header.num_documents} documents, "
                 f"the corpus has {len(corpus)}: it belongs to another corpus"
             )
+        files = [] if self._index_path is None else sorted(self._index_path.iterdir())
+        self._mapped = MappedFiles([*files, sidecar_path(corpus.path)])
         self.num_documents = len(corpus)
         self._inverse_norms = inverse_norms(self._index.header.average_length)
         self._terms = _IndexedTermNumbers(self._index)
@@ -72,8 +75,9 @@ class BM25Retriever:
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """Return for each query at most `topk` documents, best first, and their scores.
 
-        Only documents that share a term with the query are found.
+        Only documents that share a term with the query are found. Raises IndexCut if a file was cut.
         """
+        self._mapped.check()
         topk = min(topk, self.num_documents)
         answers: list[tuple[np.ndarray, np.ndarray]] = []  # rows and scores of each query
         for start in range(0, len(queries), MAX_BATCH):
@@ -115,6 +119,7 @@ class BM25Retriever:
 
     def close(self) -> None:
         """End the threads. The mapped files are given back with the object."""
+        self._mapped.close()
         if self._pool is not None:
             self._pool.shutdown()
 

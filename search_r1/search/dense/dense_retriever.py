@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from search_r1.search.corpus import Corpus
+from search_r1.search.corpus_files import sidecar_path
 from search_r1.search.dense.embeddings import open_embeddings
 from search_r1.search.dense.encoder import Encoder
 from search_r1.search.dense.scan import VectorScan, place_on_gpus
+from search_r1.search.manifest import MappedFiles
 from search_r1.search.memory import check_fits
 from search_r1.search.search_backend import SearchResult
 
@@ -91,6 +93,8 @@ class DenseRetriever:
                 report(check_fits(path, vectors.nbytes, ADVICE))
             parts = place_on_gpus(vectors, report) if on_gpu else [torch.from_numpy(vectors)]
             self._index = VectorScan(parts)
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        self._mapped = MappedFiles([*files, sidecar_path(corpus.path)])
         self.num_documents = num_vectors
         sizes = {"index_path": str(path), "num_documents": num_vectors, "dimension": dimension}
         self._description = {"backend": self.name, **sizes, "encoder": encoder.describe(), **details}
@@ -98,8 +102,10 @@ class DenseRetriever:
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """Return for each query at most `topk` passages, and their scores.
 
-        These are the passages with the highest inner products that the index finds.
+        These are the passages with the highest inner products that the index finds. Raises IndexCut if a file
+        was cut.
         """
+        self._mapped.check()
         if not queries:
             return [], []
         scores, rows = self._index.search(self._encoder.encode_queries(queries), topk)
@@ -109,4 +115,5 @@ class DenseRetriever:
         return self._description
 
     def close(self) -> None:
+        self._mapped.close()
         self._index.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from bm25_reference import corpus_of
 
 from search_r1.search.bm25 import BM25Retriever, build_index
 from search_r1.search.corpus import Corpus
-from search_r1.search.manifest import Manifest, write_manifest
+from search_r1.search.manifest import IndexCut, Manifest, write_manifest
 
 TEXTS = [
     '"Amber Harbor"\nAmber Harbor is a film. Its director is Tomas Weld.',
@@ -74,3 +76,23 @@ def test_an_index_with_a_file_cut_short_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="damaged"):
         BM25Retriever(corpus_of(TEXTS), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["documents.npy", "codes.npy", "terms.bin"])
+def test_an_index_that_is_cut_beneath_a_server_is_one_line_and_no_sigbus(index, name):
+    served = BM25Retriever(corpus_of(TEXTS), index)
+    assert search(served, "Quist") == [3]
+    os.truncate(index / name, 0)
+    for _ in range(2):
+        with pytest.raises(IndexCut, match=f"{name} was cut while it was served: found 0 bytes"):
+            served.batch_search(["Quist"], 3)
+    served.close()
+
+
+def test_another_index_may_take_the_place_of_one_that_is_served(index):
+    served = BM25Retriever(corpus_of(TEXTS), index)
+    index.rename(index.with_name("old"))
+    index.mkdir()
+    (index / "documents.npy").write_bytes(b"")
+    assert search(served, "Quist") == [3]
+    served.close()
