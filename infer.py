@@ -241,6 +241,7 @@ def load_manager(
         from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
         from search_r1.search.client import SearchClient
         from verl.agent.trajectory import generation_eos_ids
+        from verl.workers.engine.loading import load_hf_config
         from verl.workers.rollout.native import NativeEngine
 
     transformers.utils.logging.set_verbosity_error()
@@ -250,13 +251,15 @@ def load_manager(
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_name]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        config = transformers.AutoConfig.from_pretrained(model)
+        config = load_hf_config({"path": model})
         max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         engine = NativeEngine(
             config, 1, min(settings["max_prompt_length"], max_positions or sys.maxsize), dtype, device
         )
         with announce(f"loading {model}", file=sys.stderr):
-            network: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            network: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                model, config=config, dtype=dtype
+            )
             network.to(device)
     except Exception as error:  # a broken folder raises errors of any kind: OSError, SafetensorError, ...
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from data_prep.files import run_command  # noqa: E402
 from verl.checkpoints.run_state import STATE_FILE, RunState  # noqa: E402
 from verl.utils.durable import link_or_copy  # noqa: E402
+from verl.utils.file_sums import damage_in, write_sums  # noqa: E402
 from verl.workers.engine.checkpoint import (  # noqa: E402
     ADAPTER_FOLDER,
     MODEL_PREFIX,
@@ -45,6 +46,7 @@ from verl.workers.engine.checkpoint import (  # noqa: E402
 )
 from verl.workers.engine.loading import load_policy  # noqa: E402
 from verl.workers.engine.lora import plain_parameters  # noqa: E402
+from verl.workers.engine.model_files import stored_dtype  # noqa: E402
 
 HUGGING_FACE = "huggingface"
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json")
@@ -66,6 +68,10 @@ def parts_of(folder: Path) -> dict[str, Path]:
     """
     if folder.name.endswith(".incomplete"):
         raise ValueError(f"{folder} was being written when its run ended; take one without .incomplete.")
+    checkpoint = folder.parent if (folder / "dcp").is_dir() else folder
+    damage = damage_in(checkpoint)
+    if damage is not None:
+        raise ValueError(f"{checkpoint} is damaged: {damage}; take another checkpoint.")
     if (folder / "dcp" / ".metadata").is_file():
         return {folder.name: folder}
     parts = {name: folder / name for name in PARTS if (folder / name / "dcp" / ".metadata").is_file()}
@@ -128,7 +134,8 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
         if (source / "generation_config.json").is_file():
             model.generation_config = type(model.generation_config).from_pretrained(source)
-        write_hf_weights(model, tensor_names(model), model_folder / "dcp", out)
+        dcp_folder = model_folder / "dcp"
+        write_hf_weights(model, tensor_names(model), dcp_folder, out, stored_dtype(source))
     write_inference_settings(model_folder, out)
 
 
@@ -171,6 +178,7 @@ def from_hf(source: Path, out: Path) -> None:
     torch.save({"scheduler": schedule, "weights_version": 0}, actor / "schedule.pt")
     copy_files(source, actor / HUGGING_FACE, weights=True)
     RunState().save(step)
+    write_sums(step)
 
 
 def describe(part: Path) -> list[str]:

@@ -111,11 +111,13 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Sessions, Shapes]:
     from verl.sessions.engine_contract import TIED_HEAD
     from verl.utils import hf_tokenizer
     from verl.utils.device import get_device_name
+    from verl.utils.model_folders import check_model_is_whole
     from verl.utils.safetensors_file import read_weights, shapes_in
     from verl.workers.engine.loading import DTYPES, load_hf_config
     from verl.workers.rollout.build import EngineRequest, build_rollout_engine
 
     device = torch.device(get_device_name())
+    check_model_is_whole(folder)
     shapes = shapes_in(folder)
     model = Policy(path=str(folder))
     text_config = load_hf_config({"path": str(folder)}).get_text_config()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from verl.utils.file_sums import damage_in
 
 # The settings of a run with which its model wants to be asked.
 ASKED_WITH = (
@@ -48,14 +51,29 @@ def run_settings(model: Path) -> dict[str, Any]:
     return found
 
 
+@cache
+def check_model_is_whole(model: Path) -> None:
+    """Raise ValueError if the model of a run's checkpoint is damaged, by the checkpoint's sums.
+
+    Other folders have no sums, and pass.
+    """
+    if run_folder(model) is None:
+        return
+    checkpoint = model.resolve().parents[1]
+    damage = damage_in(checkpoint, below="actor/huggingface/")
+    if damage is not None:
+        raise ValueError(f"{checkpoint} is damaged: {damage}. Take the model of another checkpoint.")
+
+
 def find_model(model: str | None) -> str:
     """Return a folder with config.json, or a hub name.
 
     For a folder of a run, or for None, this is the model of the newest checkpoint. Raises ValueError if there
-    is no model; the message says what to give.
+    is no model, or a damaged one; the message says what to give.
     """
     folder = None if model is None else Path(model).expanduser()
     if folder is not None and (folder / "config.json").is_file():
+        check_model_is_whole(folder)
         return str(folder)
     if folder is not None and (folder / "adapter_config.json").is_file():
         raise ValueError(
@@ -67,7 +85,9 @@ def find_model(model: str | None) -> str:
         configs = [path for root in roots for path in root.glob("**/huggingface/config.json")]
         configs = [path for path in configs if run_folder(path.parent)]
         if configs:
-            return str(max(configs, key=lambda path: path.stat().st_mtime).parent)
+            newest = max(configs, key=lambda path: path.stat().st_mtime).parent
+            check_model_is_whole(newest)
+            return str(newest)
         raise ValueError(
             f"no trained model below {' or '.join(CHECKPOINT_ROOTS)}: make one with `bash train_grpo.sh`, or "
             "give one with --model"

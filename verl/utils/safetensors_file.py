@@ -31,6 +31,9 @@ _TYPES = {
     torch.bool: "BOOL",
 }
 
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+INDEX_FILE = "model.safetensors.index.json"
+
 
 def write_safetensors(file: Path, like: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> None:
     """Write the tensors of `stream` (on CPU) to a file.
@@ -59,27 +62,62 @@ def write_safetensors(file: Path, like: Mapping[str, Tensor], stream: Iterable[t
                 remaining = remaining[out.write(remaining) :]
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the model of a folder: those of its index, if it has one, or all.
+
+    Raises ValueError if the index can't be read, names a file that is missing or outside of the folder, or if
+    a model.safetensors lies beside files of an index: two models would be in one folder.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} can't be read ({type(error).__name__}: {error})") from error
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{index} names {name}, which is missing; copy the model again.")
+    single = folder / "model.safetensors"
+    if single.is_file() and single.name not in names:
+        raise ValueError(
+            f"Found {single} beside {INDEX_FILE}, which names other files; expected one model in the folder. "
+            "Remove the one that is not meant."
+        )
+    return [folder / name for name in names]
+
+
 def shapes_in(folder: Path) -> Shapes:
     """Return the shape of each tensor in a folder's files, read from their headers.
 
     Raises ValueError if there is no folder, no *.safetensors in it, or a file that can't be read.
     """
-    shapes: Shapes = {}
+    return {name: shape for name, (_, shape) in dtypes_and_shapes_in(folder).items()}
+
+
+def dtypes_and_shapes_in(folder: Path) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
+    """Return the dtype (None for one that this module does not write) and the shape of each tensor.
+
+    Raises ValueError as `shapes_in` does.
+    """
+    facts: dict[str, tuple[torch.dtype | None, tuple[int, ...]]] = {}
     path = folder  # the error may be of the folder: its name is too long, or it can't be looked into
     try:
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_files(folder):
             with safe_open(path, "pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+                for name in sorted(file.keys()):
+                    view = file.get_slice(name)
+                    facts[name] = (_DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} can't be read: {error}") from error
-    if not shapes:
+    if not facts:
         raise ValueError(f"{folder} is no folder with *.safetensors")
-    return shapes
+    return facts
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all *.safetensors of a folder."""
-    for path in sorted(folder.glob("*.safetensors")):
+    """Yield (name, tensor) of the files of a folder's model."""
+    for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in sorted(file.keys()):
                 yield name, file.get_tensor(name)

@@ -37,6 +37,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from verl.utils.safetensors_file import write_safetensors
 from verl.workers.engine.dcp_reader import TensorReader
+from verl.workers.engine.model_files import stored_dtype
 from verl.workers.engine.optim import resume_schedule
 
 COPIED_FILES = ("prompt_template.txt", "generation_config.json")
@@ -157,7 +158,7 @@ def write_hf_folder(
     base: str | Path,
     checkpoint_folder: str | Path,
 ) -> None:
-    """Write a Hugging Face folder.
+    """Write a Hugging Face folder, with weights of the dtype that they have in `base`.
 
     Args:
         model: the model, for its class and configuration.
@@ -168,10 +169,11 @@ def write_hf_folder(
         base: the folder that the model came from.
         checkpoint_folder: the folder of the policy's checkpoint.
     """
+    dtype = stored_dtype(base)
     if isinstance(weights, dict):
-        model.save_pretrained(folder, state_dict=weights)
+        _save_pretrained(model, folder, {name: _cast(tensor, dtype) for name, tensor in weights.items()})
     else:
-        write_hf_weights(model, weights, Path(checkpoint_folder) / "dcp", folder)
+        write_hf_weights(model, weights, Path(checkpoint_folder) / "dcp", folder, dtype)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     for name in COPIED_FILES:
@@ -210,7 +212,26 @@ def read_tensors(
             batch = []
 
 
-def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: Path, folder: Path) -> None:
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a floating tensor in another dtype; None leaves it as it is."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _save_pretrained(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write the weights as transformers does, and their dtype into config.json."""
+    model.save_pretrained(folder, state_dict=weights)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_hf_weights(
+    model: PreTrainedModel,
+    names: Sequence[str],
+    dcp_folder: Path,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Write the weights of a policy's checkpoint, and its configuration, into a Hugging Face folder.
 
     Args:
@@ -219,6 +240,7 @@ def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: P
         names: `tensor_names` of the model.
         dcp_folder: the folder `dcp` of the checkpoint.
         folder: the folder to write.
+        dtype: the floating dtype of the weights; None for that of the checkpoint.
 
     Raises:
         ValueError: the checkpoint lacks some of the model's tensors.
@@ -234,19 +256,20 @@ def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: P
     reverted = revert_weight_conversion(model, dict(tensors_on_meta))
     # The model's files may have other tensors than the model in memory.
     if reverted.keys() != tensors_on_meta.keys():
-        model.save_pretrained(
-            folder, state_dict=dict(read_tensors(dcp_folder, tensors_on_meta, MODEL_PREFIX))
-        )
+        tensors = read_tensors(dcp_folder, tensors_on_meta, MODEL_PREFIX)
+        _save_pretrained(model, folder, {name: _cast(tensor, dtype) for name, tensor in tensors})
         return
-    model.config.dtype = str(next(iter(tensors_on_meta.values())).dtype).removeprefix("torch.")
+    cast_on_meta = {name: _cast(tensor, dtype) for name, tensor in tensors_on_meta.items()}
+    model.config.dtype = str(next(iter(cast_on_meta.values())).dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    split = split_torch_state_dict_into_shards(tensors_on_meta, max_shard_size=MAX_FILE_SIZE)
+    split = split_torch_state_dict_into_shards(cast_on_meta, max_shard_size=MAX_FILE_SIZE)
     for file, in_file in split.filename_to_tensors.items():
         chosen = {name: tensors_on_meta[name] for name in in_file}
-        write_safetensors(folder / file, chosen, read_tensors(dcp_folder, chosen, MODEL_PREFIX))
+        stream = ((name, _cast(x, dtype)) for name, x in read_tensors(dcp_folder, chosen, MODEL_PREFIX))
+        write_safetensors(folder / file, {name: cast_on_meta[name] for name in in_file}, stream)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))

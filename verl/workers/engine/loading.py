@@ -8,7 +8,6 @@ all tokens, but queries, output and feed-forward network only of those.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,8 +40,9 @@ from verl.config.schema import AnyFsdp
 from verl.packing.attention import PACKED_ATTENTION, Packing
 from verl.packing.linear_logprob import linear_log_prob
 from verl.packing.packs import PackedMicroBatch
-from verl.utils.safetensors_file import shapes_in
+from verl.utils.safetensors_file import INDEX_FILE, shapes_in, weight_files
 from verl.workers.engine.lora import Adapters, adapter_config, add_adapters, load_adapter, wants_adapters
+from verl.workers.engine.model_files import ModelFiles
 
 PLAIN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 DTYPES = {
@@ -314,28 +314,43 @@ def load_value_model(
 
 
 def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the model's configuration with `override_config` applied.
+    """Return the model's configuration with `override_config` applied, settled with the folder's files.
 
-    `external_lib` is imported first, because it may register the configuration's class.
+    Everything that asks what the model is asks here; see `ModelFiles`.
 
-    Raises ValueError for a bad folder or key.
+    Raises ValueError for a bad folder or key, and for files of another shape than the configuration.
     """
-    if model_config.get("external_lib"):
-        importlib.import_module(model_config["external_lib"])
+    config = load_hf_config_as_stored(model_config)
     source = _source(model_config)
-    try:
-        config = AutoConfig.from_pretrained(
-            source, trust_remote_code=model_config.get("trust_remote_code", False)
-        )
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"Model {source}: its configuration can't be read ({reason}).") from error
     for key, value in (model_config.get("override_config") or {}).items():
         if not hasattr(config, key):
             raise ValueError(
                 f"model.override_config: {type(config).__name__} of {source} has no field {key!r}."
             )
         setattr(config, key, value)
+    files = ModelFiles.read(Path(source))
+    if files is not None:
+        files.settle(config)
+    return config
+
+
+def load_hf_config_as_stored(model_config: Mapping[str, Any]) -> PretrainedConfig:
+    """Return what config.json says, which others read; `load_hf_config` says what the model is.
+
+    `external_lib` is imported first, because it may register the configuration's class.
+
+    Raises ValueError for a bad folder.
+    """
+    if model_config.get("external_lib"):
+        importlib.import_module(model_config["external_lib"])
+    source = _source(model_config)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source, trust_remote_code=model_config.get("trust_remote_code", False)
+        )
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"Model {source}: its configuration can't be read ({reason}).") from error
     return config
 
 
@@ -419,11 +434,10 @@ def _build_unread(
     Return None if the files have other names or shapes than the model, or if there are more files than the
     model's.
     """
-    index = folder / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    files = {path.name for path in weight_files(folder)}
     if {path.name for path in folder.glob("*.safetensors")} != files:
+        return None
+    if files != {"model.safetensors"} and not (folder / INDEX_FILE).is_file():
         return None
     with parameters_on_meta():
         model = auto_class.from_config(config, **options)
@@ -506,12 +520,18 @@ def _load_weights(
 
     Raises ValueError if they are not the weights of the configuration.
     """
-    model, report = auto_class.from_pretrained(source, config=config, output_loading_info=True, **options)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
+    # Weights of another shape are reported below, in one line, and not raised with a traceback.
+    options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = auto_class.from_pretrained(source, config=config, **options)
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    problems += [
+        f"{name} has shape {list(found)}, expected {list(expected)}"
+        for name, found, expected in sorted(report["mismatched_keys"])
+    ]
+    if problems:
         raise ValueError(
-            f"Model {source}: {len(names)} parameters have no weights or some of another "
-            f"shape ({', '.join(names[:3])}, ...); config.json with override_config doesn't fit the weights."
+            f"Model {source}: {len(problems)} parameters have no weights or some of another shape "
+            f"({', '.join(problems[:3])}); config.json with override_config doesn't fit the weights."
         )
     loaded: PreTrainedModel = model
     return loaded

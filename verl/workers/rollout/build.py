@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from verl.config.keys import as_list
 from verl.config.policy import Policy, Rollout
 from verl.sessions.engine_contract import RolloutEngine
-from verl.workers.engine.loading import DTYPES, load_hf_config
+from verl.workers.engine.loading import DTYPES, load_hf_config, load_hf_config_as_stored
 
 if TYPE_CHECKING:
     from verl.workers.rollout.native.architecture import ModelSpec
@@ -259,8 +259,13 @@ def _vllm_arguments(
         "tensor_parallel_size": tensor_parallel_size,
         "trust_remote_code": model.trust_remote_code,
     }
-    if model.override_config:
-        arguments["hf_overrides"] = dict(model.override_config)
+    overrides = dict(model.override_config or {})
+    if (Path(model.path) / "config.json").is_file():  # vLLM reads it by itself
+        stored = load_hf_config_as_stored(model)
+        if stored.tie_word_embeddings != model_config.tie_word_embeddings:
+            overrides["tie_word_embeddings"] = model_config.tie_word_embeddings
+    if overrides:
+        arguments["hf_overrides"] = overrides
     if request.device.type == "cuda":
         total = 1 if request.training_bytes is None else torch.cuda.mem_get_info(request.device)[1]
         arguments["gpu_memory_utilization"] = share = round(
