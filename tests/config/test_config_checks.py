@@ -53,7 +53,7 @@ def test_a_good_configuration_passes(good):
         ("trainer.resume_mode=from_path", "not a folder"),
         ("reward_model.retrieval_score=0.1", "main_ppo_format"),
         (f"{ROLLOUT}.num_processes=2", "where there are none; expected .*placement=apart"),
-        (f"{ROLLOUT}.weight_transfer=delta", "nothing takes them; expected ray, or .*placement=apart"),
+        (f"{ROLLOUT}.weight_transfer=collective", "nothing takes them; expected ray, or .*placement=apart"),
         ("trainer.async_training.max_staleness=1", "nothing samples beside training; expected .*=apart"),
         (
             f"{ROLLOUT}={{name: native, tensor_model_parallel_size: 2}}",
@@ -105,7 +105,8 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 )
 def test_rollouts_ahead_are_refused_where_they_would_go_wrong(overrides, words, good):
     check([*good, *NATIVE_APART])
-    check([*good, *NATIVE_APART, f"{ROLLOUT}.weight_transfer=delta"])
+    for transfer in ("collective", "delta"):
+        check([*good, *NATIVE_APART, f"{ROLLOUT}.weight_transfer={transfer}"])
     for engine in ("native", "vllm", "auto"):
         ahead = [f"{ROLLOUT}.name={engine}", APART, "trainer.async_training.max_staleness=1", BYPASS]
         check_config(load_config([*good, *ahead]))  # whether or not vLLM is here

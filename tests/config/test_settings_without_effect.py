@@ -94,8 +94,10 @@ def test_a_setting_without_meaning_beside_the_others_is_said():
 
 def test_settings_of_weights_in_files_without_files_are_said_to_have_no_effect():
     files = [f"{ROLLOUT}.weight_dir=/tmp", f"{ROLLOUT}.anchor_every=3"]
-    lines = settings_without_effect(load_config(files))
-    assert [line.split("=")[0] for line in lines] == [f"{ROLLOUT}.anchor_every", f"{ROLLOUT}.weight_dir"]
+    for transfer in ("ray", "collective"):
+        lines = settings_without_effect(load_config([*files, f"{ROLLOUT}.weight_transfer={transfer}"]))
+        assert [line.split("=")[0] for line in lines] == [f"{ROLLOUT}.anchor_every", f"{ROLLOUT}.weight_dir"]
+        assert lines[1].endswith(f"no files are written with {ROLLOUT}.weight_transfer={transfer}.")
     (line,) = settings_without_effect(load_config([*files, f"{ROLLOUT}.weight_transfer=filesystem"]))
     assert line.startswith(f"{ROLLOUT}.anchor_every=3 has no effect: ") and "weight_transfer=delta" in line
     assert settings_without_effect(load_config([*files, f"{ROLLOUT}.weight_transfer=delta"])) == []

@@ -16,6 +16,7 @@ from verl.sessions.engine_contract import SamplingParams
 from verl.trainer.ppo.collection import continuations
 from verl.utils.weight_files import WeightWriter
 from verl.workers.rollout.build import EngineRequest, build_rollout_engine
+from verl.workers.rollout.collective import CollectiveSender
 from verl.workers.rollout_worker import MEMBER, RolloutFailed, RolloutWorker
 
 BASE_MODEL = Path(__file__).resolve().parents[2] / "data_prep" / "base_model"
@@ -219,6 +220,24 @@ def test_rows_that_were_under_way_go_on_elsewhere_from_their_tokens(worker, pair
     resumed.non_tensor_batch["continuation"] = object_array(states)
     worker.submit(resumed)
     assert sampled(ended_rows(worker, 4)) == whole
+
+
+def test_weights_by_a_group_give_the_tokens_that_they_give_over_ray(worker, pairs, other_pairs):
+    sender = CollectiveSender("127.0.0.1", 1, "gloo", torch.device("cpu"), 60.0)
+    tokens = {"ray": [], "collective": []}
+    for version, weights in enumerate([pairs, other_pairs]):
+        worker.load_weights([weights], version)
+        worker.submit(rows(f"ray {version}"))
+        tokens["ray"] += sampled(ended_rows(worker, 2))
+        worker.load_weights([pairs if version else other_pairs], version)  # which are to be replaced
+        worker.load_weights([sender.send_in_background(weights, version)], version)
+        worker.submit(rows(f"collective {version}"))
+        tokens["collective"] += sampled(ended_rows(worker, 2))
+    assert tokens["collective"] == tokens["ray"]
+    assert tokens["ray"][:2] != tokens["ray"][2:]
+    num_bytes = sum(tensor.nbytes for _, tensor in pairs)
+    assert worker.figures()["async/sync_bytes"] == pytest.approx(6 * num_bytes, rel=0.01)
+    sender.close()
 
 
 def test_weights_that_could_not_be_written_end_it_with_the_reason(worker, pairs, tmp_path):

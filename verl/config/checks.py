@@ -203,7 +203,8 @@ def _check_async(config: Config) -> None:
         if not is_apart:
             expected = f", where nothing takes them; expected ray, or {placement}=apart."
             raise config_error(config, f"{transfer} {placement}", expected)
-        if importlib.util.find_spec("zstandard") is None:
+        in_files = rollout.weight_transfer in ("filesystem", "delta")
+        if in_files and importlib.util.find_spec("zstandard") is None:
             expected = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
             raise config_error(config, transfer, expected)
     if is_apart and trainer.backend == "local":

@@ -255,7 +255,9 @@ class Rollout(Block):
     )
     num_processes: Count = key(1, "apart: processes that sample, each with an engine")
     weight_transfer: str = key(
-        "ray", "apart: by Ray's store, or files: all of them or what changed", "ray filesystem delta"
+        "ray",
+        "apart: by Ray's store, broadcasts in a group (NCCL, gloo), or files: all of them or what changed",
+        "ray collective filesystem delta",
     )
     weight_dir: FilePath | None = key(
         None, "folder of those files, seen by all nodes and by remote servers (null: the run's)"

@@ -101,8 +101,8 @@ def settings_without_effect(config: Config) -> list[str]:
     transfer = rollout.weight_transfer
     if transfer != "delta":
         unread[f"{ROLLOUT}.anchor_every"] = f"it is for {ROLLOUT}.weight_transfer=delta."
-    if transfer == "ray" and rollout.name != "remote":
-        unread[f"{ROLLOUT}.weight_dir"] = f"no files are written with {ROLLOUT}.weight_transfer=ray."
+    if transfer in ("ray", "collective") and rollout.name != "remote":
+        unread[f"{ROLLOUT}.weight_dir"] = f"no files are written with {ROLLOUT}.weight_transfer={transfer}."
     if not samples_apart(config):
         reason = f"nothing samples beside training. Set {ROLLOUT}.placement=apart."
         names = ("in_flight_updates", "recompute_kv", "too_old", "group_deadline", "repeatable")

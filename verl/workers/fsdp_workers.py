@@ -38,6 +38,7 @@ from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.engine.training_engine import Engine
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
+from verl.workers.rollout.collective import CollectiveSender, MeetingPoint
 
 STATE_FILE = "update.json"
 ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
@@ -218,6 +219,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
         self._weight_writer: Any = None
+        self._weight_sender: CollectiveSender | None = None
         rollout = config.rollout
         self.num_sampling_together = 1  # number of processes that sample from one model
         if rollout.placement == "colocated" and build.engine_name(rollout, self.device) == "vllm":
@@ -350,30 +352,38 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def export_weights(
-        self, version: int = 0, folder: Path | None = None
-    ) -> list[tuple[str, torch.Tensor]] | Path | None:
-        """Export the policy's present weights for rollout processes.
+        self, version: int = 0, folder: Path | None = None, deadline: float = 1800.0
+    ) -> list[tuple[str, torch.Tensor]] | MeetingPoint | Path | None:
+        """Export the policy's present weights for rollout processes, as `rollout.weight_transfer` says.
 
-        All ranks call it together. Without `folder`, rank 0 returns the weights. With `folder`, a thread of
-        rank 0 writes them there as `version` (see `WeightWriter`), after the previous call's weights are
-        written.
+        All ranks call it together. With `collective`, a thread of rank 0 broadcasts the weights as `version`
+        (see `CollectiveSender`). With `folder`, a thread of rank 0 writes them there (see `WeightWriter`).
+        Either happens after the previous call's weights are sent or written.
 
         Args:
-            version: the version under which the weights are written.
-            folder: where to write them.
+            version: the version of the weights.
+            folder: where to write them; None if they do not go into files.
+            deadline: `collective`: the seconds that each act of a rollout process may take.
 
         Returns:
-            On rank 0 the folder or, without one, (Hugging Face name, copy in CPU memory) pairs in the dtype
-            of the rollouts. None on other ranks.
+            On rank 0 the meeting point, the folder, or (Hugging Face name, copy in CPU memory) pairs in the
+            dtype of the rollouts. None on other ranks.
+
+        Raises:
+            EngineUnavailable: if no rollout process took the previous call's weights.
         """
         dtype = getattr(torch, self.rollout_dtype())
-        weights = []
         with self.engine.loaded(), torch.no_grad():
-            for name, tensor in self.engine.weights(dtype):
-                if self.rank == 0:
-                    weights.append((name, tensor.detach().to("cpu", copy=True)))
-        if folder is None or self.rank != 0:
-            return weights if self.rank == 0 else None
+            pairs = self.engine.weights(dtype)
+            if self.rank != 0:
+                for _ in pairs:  # the ranks gather each tensor together
+                    pass
+                return None
+            if self.config.rollout.weight_transfer == "collective":
+                return self._collective_sender(deadline).send_in_background(pairs, version)
+            weights = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in pairs]
+        if folder is None:
+            return weights
         if self._weight_writer is None:
             from verl.utils.weight_files import WeightWriter
 
@@ -383,6 +393,21 @@ class ActorRolloutRefWorker(TrainingWorker):
             self._weight_writer = WeightWriter(folder, anchor_every, readers)
         self._weight_writer.write_in_background(weights, version)
         return folder
+
+    def _collective_sender(self, deadline: float) -> CollectiveSender:
+        """Return the sender to all rollout processes, which is made once."""
+        if self._weight_sender is None:
+            rollout = self.config.rollout
+            # The samplers of a remote engine have no device.
+            uses_nccl = self.device.type == "cuda" and rollout.name != "remote"
+            self._weight_sender = CollectiveSender(
+                os.environ.get("MASTER_ADDR", "127.0.0.1"),
+                rollout.num_processes,
+                "nccl" if uses_nccl else "gloo",
+                self.device,
+                deadline,
+            )
+        return self._weight_sender
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -428,6 +453,8 @@ class ActorRolloutRefWorker(TrainingWorker):
                 cleanup.callback(self.agent.close)
             if self._weight_writer is not None:
                 cleanup.callback(self._weight_writer.close)
+            if self._weight_sender is not None:
+                cleanup.callback(self._weight_sender.close)
             cleanup.callback(self.checkpoint_writer.close)  # while the process groups that it uses exist
 
     # ------------------------------------------------------------------------------- log-probs and the update

@@ -1,7 +1,7 @@
 """A process that samples while others train, on an engine of any kind (verl/sessions/engine_contract.py).
 
     submit(rows of groups) -> thread: TrajectoryService over an engine of its own -> poll: finished rows
-    load_weights(version) -> files are read in a thread --between two engine steps-->
+    load_weights(version) -> a thread reads files or broadcasts --between two engine steps-->
 
 Calls come in on one thread and leave orders. The loop runs in another thread and takes the orders between two
 engine steps. Orders pass through the thread that reads weights, so an order that follows new weights waits
@@ -41,6 +41,7 @@ from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.workers.fsdp_workers import device_kind
 from verl.workers.rollout.build import EngineRequest, build_rollout_engine, devices_per_engine
+from verl.workers.rollout.collective import CollectiveReader, MeetingPoint
 
 JOIN_SECONDS = 10.0
 MEMBER = "member"  # column: the row's number in its group
@@ -93,7 +94,7 @@ class RolloutWorker(Worker):
         self._sync_delays: list[float] = []  # seconds, of the weights that came since that call
         # bytes of all weights that came over Ray; bytes that `figures` has reported so far
         self._sync_bytes = self._noted_bytes = 0
-        self._reader: Any = None  # the reader of weights in files
+        self._reader: Any = None  # the reader of weights that come by a group or in files
         self._passing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._thread: threading.Thread | None = None
 
@@ -131,19 +132,24 @@ class RolloutWorker(Worker):
 
         Args:
             weights: the results of `ActorRolloutRefWorker.export_weights` on every rank. Rank 0 gives the
-                pairs, or the folder that it writes them to. The others give None.
+                pairs, the meeting point of the group that gets them, or the folder that it writes them to.
+                The others give None.
             version: the version of the weights.
         """
         started = time.perf_counter()
         arrival = Future[Sequence[tuple[str, Tensor]]]()
-        if isinstance(weights[0], Path):
+        given = weights[0]
+        if isinstance(given, MeetingPoint):
+            self._reader = self._reader or CollectiveReader(self.rank, self.device)
+            arrival = self._passing.submit(self._reader.read, given, self.settings.group_deadline)
+        elif isinstance(given, Path):
             from verl.utils.weight_files import WeightReader
 
-            self._reader = self._reader or WeightReader(weights[0], f"rollout-{self.rank}")
+            self._reader = self._reader or WeightReader(given, f"rollout-{self.rank}")
             arrival = self._passing.submit(self._reader.read, version, self.settings.group_deadline)
         else:
-            arrival.set_result(weights[0])
-            self._sync_bytes += sum(tensor.nbytes for _, tensor in weights[0])
+            arrival.set_result(given)
+            self._sync_bytes += sum(tensor.nbytes for _, tensor in given)
 
         def load() -> None:
             self.engine.load_weights(arrival.result(), version)

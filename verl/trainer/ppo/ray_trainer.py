@@ -302,7 +302,9 @@ class RayPPOTrainer(ResumableRun):
         if self.stream is None:
             self.actor_rollout_wg.sync_weights()
             return
-        weights = self.actor_rollout_wg.export_weights(self.state.step, weight_folder(self.config))
+        folder = weight_folder(self.config)
+        deadline = self.config.trainer.async_training.group_deadline
+        weights = self.actor_rollout_wg.export_weights(self.state.step, folder, deadline)
         self.stream.send_weights(self.state.step, weights, begin=not self.config.trainer.val_only)
         # Wait until the weights are exported, so that the timer shows how long that took.
         self.actor_rollout_wg.data_position()

@@ -115,10 +115,10 @@ def is_stale(turn: dict[str, Any], oldest: int | None) -> bool:
 
 
 def weight_folder(config: Config) -> Path | None:
-    """Return the folder for the rollouts' weights, which no other run uses; None if they come over Ray."""
+    """Return the folder for the rollouts' weights, which no other run uses; None if they are in no files."""
     rollout = config.actor_rollout_ref.rollout
     run = Path(config.trainer.default_local_dir).absolute()
-    if rollout.weight_transfer == "ray":
+    if rollout.weight_transfer in ("ray", "collective"):
         return None
     if rollout.weight_dir is None:
         return run / "rollout_weights"

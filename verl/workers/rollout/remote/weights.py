@@ -69,7 +69,14 @@ class Group:
     """
 
     def __init__(
-        self, store: Any, backend: str, device: torch.device, rank: int, size: int, address: str
+        self,
+        store: Any,
+        backend: str,
+        device: torch.device,
+        rank: int,
+        size: int,
+        address: str,
+        seconds: float = TRANSFER_SECONDS,
     ) -> None:
         """Create the group. This returns when all members have joined.
 
@@ -80,6 +87,7 @@ class Group:
             rank: The rank of this process in the group.
             size: Number of members.
             address: The address of this machine on the way to the other members.
+            seconds: How long the members wait for each other.
         """
         self._store = store
         self._device = device
@@ -88,7 +96,7 @@ class Group:
         group_store = dist.PrefixStore("group", store)
         kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
         options = kind.Options() if backend == "nccl" else kind._Options()
-        options._timeout = timedelta(seconds=TRANSFER_SECONDS)
+        options._timeout = timedelta(seconds=seconds)
         if backend == "gloo":
             options._devices = [kind.create_device(hostname=address)]
         self.members = kind(group_store, rank, size, options)
@@ -106,10 +114,7 @@ class Group:
                 raised as it is.
             TimeoutError: If the others did not join in time.
         """
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        port = int(listener.getsockname()[1])
-        store = _store(address, port, listener.detach())
+        store, port = listening_store(address)
         invited = invite(port)
         deadline = time.monotonic() + JOIN_SECONDS
         while not store.check([f"ready/{rank}" for rank in range(1, size)]):
@@ -125,7 +130,7 @@ class Group:
     @classmethod
     def join(cls, backend: str, device: torch.device, host: str, port: int, rank: int, size: int) -> Group:
         """Create the group on the other ranks."""
-        store = _store(host, port, None)
+        store = open_store(host, port)
         store.set(f"ready/{rank}", "")
         return cls(store, backend, device, rank, size, local_address(host, port))
 
@@ -209,7 +214,20 @@ def _why_stopped(receiving: Future[list[Any]]) -> str:
     return f"it stopped receiving: {receiving.exception() or 'without an error'}"
 
 
-def _store(host: str, port: int, listener: int | None) -> Any:
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens on a free port of an address of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
+
+
+def listening_store(address: str) -> tuple[Any, int]:
+    """Return a key-value store that holds the data and listens on this address, and its port."""
+    listener = listen(address)
+    port = int(listener.getsockname()[1])
+    return open_store(address, port, listener.detach()), port
+
+
+def open_store(host: str, port: int, listener: int | None = None) -> Any:
     """Return the key-value store at an address.
 
     With a listening socket's descriptor it is the store that holds the data.
