@@ -27,13 +27,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
-import ray  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from scripts.bench.servers import ENVIRONMENT  # noqa: E402
+from verl.single_controller.ray import init_ray  # noqa: E402
 from verl.utils.weight_files import WeightReader, WeightWriter, bits_of  # noqa: E402
 from verl.workers.rollout.collective import CollectiveReader, CollectiveSender, MeetingPoint  # noqa: E402
+
+import ray  # noqa: E402  # isort: skip  (last: `verl` makes its settings)
 
 WAYS = ("ray", "collective", "filesystem", "delta")
 CPU = torch.device("cpu")
@@ -180,12 +182,11 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bfloat16,float32", help="of the rollouts' weights")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate of AdamW (1e-6)")
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=True)
-    print("| transfer | rollouts | M weights | MB of an update | stands still, s | until there, s |")
-    print("|---" * 6 + "|")
-    for dtype in options.dtypes.split(","):
-        measure(dtype, options.updates, options.lr)
-    ray.shutdown()
+    with init_ray(num_cpus=2):
+        print("| transfer | rollouts | M weights | MB of an update | stands still, s | until there, s |")
+        print("|---" * 6 + "|")
+        for dtype in options.dtypes.split(","):
+            measure(dtype, options.updates, options.lr)
 
 
 if __name__ == "__main__":

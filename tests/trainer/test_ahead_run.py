@@ -46,14 +46,15 @@ def in_one_process(monkeypatch):
     monkeypatch.setattr(Worker, "close", lambda worker: None)
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize(("max_staleness", "transfer"), [(1, "ray"), (2, "collective")])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("in_one_process")
 def test_ahead_with_updates_in_flight_the_trainer_agrees_with_what_was_sampled(
-    engine, max_staleness, world, url, tmp_path
+    engine, max_staleness, transfer, world, url, tmp_path
 ):
     more = {"algorithm__rollout_correction__rollout_is": "token", "trainer__total_training_steps": 5}
     more["trainer__save_freq"] = -1
+    more["actor_rollout_ref__rollout__weight_transfer"] = transfer
     line = arguments(world, url, tmp_path / "run", **settings(engine, max_staleness, **more))
     assert run(line) == 0
     rows = [row for row in metrics(tmp_path / "run") if "actor/pg_loss" in row]
