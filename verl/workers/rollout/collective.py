@@ -355,6 +355,7 @@ class CollectiveSender:
         """
         num_breaks = 0
         seconds = self.seconds
+        self._welcome()
         while lacking := self._lacking():
             try:
                 self._meet(version, seconds)
@@ -362,7 +363,9 @@ class CollectiveSender:
                     self._broadcast(version)
                 self._await_answers(version)
             except TransferBroken as error:
-                logger.warning("weights %d have to be sent again: %s", version, error)
+                logger.warning(
+                    "weights %d broke off, and go again to those that lack them: %s", version, error
+                )
                 self._leave()
                 self._note_answers()
                 self._note_lost(error.lost)
@@ -377,6 +380,11 @@ class CollectiveSender:
         if not self._done:
             reasons = "; ".join(self.lost.values())
             raise EngineUnavailable(f"no process that samples took weights {version}: {reasons}")
+
+    def _welcome(self) -> None:
+        """Count those who were lost and have come anew among the members again."""
+        for rank in self.lost.keys() & self._connections.present().keys():
+            del self.lost[rank]
 
     def _lacking(self) -> set[int]:
         """Return the ranks that are to get the present version and have not said that they have it."""
@@ -423,8 +431,7 @@ class CollectiveSender:
         present = {
             rank: member for rank, member in self._connections.present().items() if rank not in self._done
         }
-        for rank in self.lost.keys() & present.keys():
-            del self.lost[rank]
+        self._welcome()
         if self._group is not None and present == self._members:
             return
         self._leave()
