@@ -55,7 +55,7 @@ ALGORITHMS = {  # name -> what is added to the command line
 }
 
 CRITIC = """actor_rollout_ref.rollout.n_agent=1 algorithm.adv_estimator=gae trainer.critic_warmup=2
-    algorithm.filter_groups.enable=false"""
+    prompt_selection.filter_groups.enable=false"""
 ANSWERS = 8  # answers to each question of a real run, except with PPO
 REAL = {  # the same for a real model, on configs/real_model_grpo.yaml
     "grpo": "",

@@ -6,8 +6,8 @@ from verl.config import load_config
 from verl.trainer.config import validate
 
 GROUP = "actor_rollout_ref.rollout.n_agent"
-FILTER = "algorithm.filter_groups"
-POOLS = "data.difficulty_pools"
+FILTER = "prompt_selection.filter_groups"
+POOLS = "prompt_selection.difficulty_pools"
 STEP_WISE = "actor_rollout_ref.rollout.step_wise=true"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 OVERLONG = "reward_model.overlong_buffer"
@@ -75,7 +75,7 @@ def test_settings_that_fit_together_pass(settings, check):
         (("gae", f"{FILTER}.enable=true"), "adv_estimator=gae, which does not compare"),
         (("remax", f"{FILTER}.enable=true"), "adv_estimator=remax, which does not compare"),
         (("grpo", f"{FILTER}.enable=true", f"{GROUP}=1"), "one trajectory a prompt.*n_agent"),
-        (("grpo", f"{FILTER}.metric=acc"), "metric=acc without algorithm.filter_groups.enable=true"),
+        (("grpo", f"{FILTER}.metric=acc"), "metric=acc without prompt_selection.filter_groups.enable=true"),
         (
             ("grpo", f"{FILTER}.enable=true", f"{FILTER}.metric=seq_final_reward"),
             "the reward with the KL in it.*expected seq_reward, acc",

@@ -194,7 +194,7 @@ def test_a_key_in_capitals_is_a_variable_which_goes_before_the_command(text):
         ("trainer.project_name=${trainer.project_name}", "leads back to itself"),
         ("@nowhere.yaml", "Found no file"),
         ("@config.json", "ends in .yaml, .yml or .toml"),
-        ("algorithm.filter_groups.refill=false", "max_num_gen_batches=1"),
+        ("algorithm.filter_groups.refill=false", "prompt_selection.filter_groups.max_num_gen_batches=1"),
         ("trainer.max_steps=5", "SkyRL's trainer.max_steps is trainer.total_training_steps here"),
         ("generator.n_samples_per_prompt=5", "is actor_rollout_ref.rollout.n_agent here"),
     ],

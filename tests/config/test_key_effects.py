@@ -24,7 +24,7 @@ P = f"{A}.policy_loss"
 T = "trainer"
 ALG = "algorithm"
 COR = "algorithm.rollout_correction"
-FIL = "algorithm.filter_groups"
+FIL = "prompt_selection.filter_groups"
 OVER = "reward_model.overlong_buffer"
 REWARD = "custom_reward_function.path={files}/reward.py"
 FOUR = "trainer.n_gpus_per_node=4"
@@ -39,7 +39,8 @@ OFFLOADS = ("param", "optimizer")
 LOSSES = ("sapo", "clip_cov", "kl_cov", "dro_sequence", "distillation")
 LOSS = {name: f"{P}.loss_mode={name}" for name in LOSSES}
 NEAR = ("data.max_prompt_length=230", "data.max_response_length=100", f"{OVER}.enable=true")
-POOLS = "data.difficulty_pools.enable=true"
+POOL = "prompt_selection.difficulty_pools"
+POOLS = f"{POOL}.enable=true"
 LONG = "trainer.total_training_steps=6"
 GDPO = (REWARD, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score,format]")
 UPDATES = f"{A}.ppo_mini_batch_size=4"
@@ -62,9 +63,15 @@ EFFECTS: dict[str, tuple] = {
     "data.train_batch_size": (2, "driver"),
     "data.val_batch_size": (1, "driver"),
     "data.shuffle_train_dataloader": ("false", "driver"),
-    "data.difficulty_pools.enable": ("true", "driver", LONG),
-    "data.difficulty_pools.easy_share": (1, "driver", LONG, POOLS, "data.difficulty_pools.hard_share=0"),
-    "data.difficulty_pools.hard_share": (1, "driver", LONG, POOLS, "data.difficulty_pools.easy_share=0"),
+    f"{FIL}.enable": ("true", "driver"),
+    f"{FIL}.metric": ("same", "driver", f"{FIL}.enable=true", REWARD),
+    f"{FIL}.max_num_gen_batches": (1, "driver", f"{FIL}.enable=true"),
+    "prompt_selection.retire_solved": (0, "driver", LONG),
+    f"{POOL}.enable": ("true", "driver", LONG),
+    f"{POOL}.easy_threshold": (0, "driver", LONG, POOLS, f"{POOL}.hard_threshold=-1"),
+    f"{POOL}.hard_threshold": (-1, "driver", LONG, POOLS),
+    f"{POOL}.easy_share": (1, "driver", LONG, POOLS, f"{POOL}.hard_share=0"),
+    f"{POOL}.hard_share": (1, "driver", LONG, POOLS, f"{POOL}.easy_share=0"),
     f"{M}.path": ("{files}/other", "actor"),
     f"{M}.external_lib": ("no_such_module_here", "actor"),
     f"{M}.override_config": ("{{hidden_act: relu}}", "actor"),
@@ -213,10 +220,6 @@ EFFECTS: dict[str, tuple] = {
     f"{ALG}.gdpo_reward_weights": ("[1,3]", "driver", *GDPO),
     f"{ALG}.turn_credit": (1, "driver", REWARD),
     f"{ALG}.thrift": (1, "driver"),
-    f"{FIL}.enable": ("true", "driver"),
-    f"{FIL}.metric": ("same", "driver", f"{FIL}.enable=true", REWARD),
-    f"{FIL}.max_num_gen_batches": (1, "driver", f"{FIL}.enable=true"),
-    f"{FIL}.retire_solved": (0, "driver", LONG),
     f"{ALG}.overlong_filter": ("true", "driver"),
     f"{ALG}.kl_penalty": ("k2", "driver", KL),
     f"{ALG}.kl_ctrl.type": ("adaptive", "driver", KL, "algorithm.kl_ctrl={{target_kl: 9, horizon: 9}}"),

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
+from verl.config.prompt_selection import PoolsConfig
 from verl.data.difficulty_pools import DifficultyPools
 from verl.data.rl_dataset import PromptSampler
 
-CONFIG = {"easy_threshold": 1.0, "hard_threshold": 0.0, "easy_share": 0.25, "hard_share": 0.25}
-
 
 def make(num_rows: int = 24, batch_size: int = 8, **config: float) -> DifficultyPools:
-    return DifficultyPools(CONFIG | config, num_rows, batch_size, True, 3)
+    settings = {"easy_share": 0.25, "hard_share": 0.25} | config
+    return DifficultyPools(PoolsConfig(**settings), num_rows, batch_size, True, 3)
 
 
 def measured(rates: dict[int, float], **config: float) -> DifficultyPools:
@@ -47,6 +47,13 @@ def test_what_a_pool_lacks_comes_from_the_others(num_easy, num_hard, expected):
     assert tuple(np.bincount(drawn, minlength=3)) == expected
 
 
+def test_thresholds_say_which_prompts_are_easy_and_hard():
+    """The scores may be any: an environment's rewards, or a mean of parts."""
+    pools = measured({0: 3.0, 1: 2.0, 2: 1.0, 3: -1.0}, easy_threshold=2.0, hard_threshold=-0.5)
+    assert pools.pools()[:5].tolist() == [0, 0, 1, 2, 1]
+    assert measured({0: 3.0, 1: 0.9, 2: 0.0}).pools()[:3].tolist() == [0, 1, 2]
+
+
 def test_rule_10_saved_and_loaded_they_draw_the_same():
     rng = np.random.default_rng(0)
     pools = make()
@@ -57,7 +64,7 @@ def test_rule_10_saved_and_loaded_they_draw_the_same():
     resumed.load_state_dict(pools.state_dict())
     resumed.load_history(pools.history())
     assert [pools.take(5) for _ in range(9)] == [resumed.take(5) for _ in range(9)]
-    with pytest.raises(ValueError, match=r"Found nothing that .* with data.difficulty_pools.enable=true"):
+    with pytest.raises(ValueError, match=r"Found nothing that .* with prompt_selection.*pools.enable=true"):
         make().load_history({})
 
 

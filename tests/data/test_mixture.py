@@ -13,7 +13,7 @@ from verl.config.mixture import sources_of
 from verl.data.mixture import prompt_sampler, training_rows, with_verifier
 from verl.data.rl_dataset import DataFailed
 
-POOLS = "data.difficulty_pools.enable=true"
+POOLS = "prompt_selection.difficulty_pools.enable=true"
 
 
 def write(path, count: int, **columns) -> str:
@@ -90,9 +90,9 @@ def test_mistakes_are_refused(entry, message):
 
 def test_a_small_source_may_be_smaller_than_a_step_also_where_it_streams(files):
     """Its rows come evenly: none twice more often than another."""
-    for more in ("data.streaming=true", "data.streaming=false", "data.difficulty_pools.enable=true"):
+    for more in ("data.streaming=true", "data.streaming=false", POOLS):
         sources = (files[0] | {"ratio": 1}, files[1] | {"ratio": 20, "amount": 5})
-        rows, sampler = mixture_of(*sources, settings=[more, "algorithm.filter_groups.retire_solved=0.9"])
+        rows, sampler = mixture_of(*sources, settings=[more, "prompt_selection.retire_solved=0.9"])
         first = [rows[i]["raw_prompt_ids"] for i in sampler.take(8)]
         assert 5 <= len(set(map(bytes, first))) <= 6
         drawn = [row for _ in range(60) for row in sampler.take(8)]
@@ -144,7 +144,7 @@ def test_labels_are_text(truth, label):
 
 @pytest.mark.parametrize("pools", ["false", "true"])
 def test_rule_10_a_restart_draws_the_same(files, pools):
-    settings = [f"data.difficulty_pools.enable={pools}", "algorithm.filter_groups.retire_solved=0.9"]
+    settings = [f"prompt_selection.difficulty_pools.enable={pools}", "prompt_selection.retire_solved=0.9"]
     entries = (files[0] | {"ratio": 2}, files[1], files[2] | {"amount": 0.3})
     rows, sampler = mixture_of(*entries, settings=settings)
     rng = np.random.default_rng(0)
@@ -161,7 +161,7 @@ def test_rule_10_a_restart_draws_the_same(files, pools):
 
 
 def test_a_solved_source_gives_its_share_to_the_others(files):
-    rows, sampler = mixture_of(files[0], files[1], settings=["algorithm.filter_groups.retire_solved=0.9"])
+    rows, sampler = mixture_of(files[0], files[1], settings=["prompt_selection.retire_solved=0.9"])
     sampler.take(8)
     sampler.record(range(90, 120), [0.95] * 30)
     assert shares(rows, sampler, 50).tolist() == [1, 0]
@@ -174,7 +174,7 @@ def test_a_solved_source_gives_its_share_to_the_others(files):
 
 @pytest.mark.parametrize("pools", ["false", "true"])
 def test_a_prompt_that_still_teaches_is_not_retired_in_any_source(files, pools):
-    settings = [f"data.difficulty_pools.enable={pools}", "algorithm.filter_groups.retire_solved=0.9"]
+    settings = [f"prompt_selection.difficulty_pools.enable={pools}", "prompt_selection.retire_solved=0.9"]
     _, sampler = mixture_of(files[0], files[1], settings=settings)
     sampler.record([0, 1, 90, 91], [1.0] * 4, {1, 91})
     assert [each.retired for each in sampler.samplers.values()] == [{0}, {0}]
@@ -227,7 +227,7 @@ def test_no_sampler_asks_a_prompt_twice_in_a_step(files, settings):
 
 def test_an_exhausted_source_s_draws_do_not_count_in_the_shares_of_the_others(files):
     entries = (file | {"ratio": ratio} for file, ratio in zip(files, (3, 4, 1), strict=True))
-    rows, sampler = mixture_of(*entries, settings=["algorithm.filter_groups.retire_solved=0.9"])
+    rows, sampler = mixture_of(*entries, settings=["prompt_selection.retire_solved=0.9"])
     for _ in range(20):
         sampler.take(8)
     sampler.record(range(90, 120), [1.0] * 30)  # the second source is solved
@@ -238,13 +238,13 @@ def test_an_exhausted_source_s_draws_do_not_count_in_the_shares_of_the_others(fi
 
 
 def test_what_a_prompt_scored_is_told_to_its_source_by_its_place_there(files):
-    rows, sampler = mixture_of(*files, settings=["algorithm.filter_groups.retire_solved=0.9"])
+    rows, sampler = mixture_of(*files, settings=["prompt_selection.retire_solved=0.9"])
     sampler.record([5, 90 + 7, 120 + 11], [1.0, 1.0, 1.0])
     assert [own.retired for own in sampler.samplers.values()] == [{5}, {7}, {11}]
 
 
 def test_shares_of_pools_are_means_over_sources_and_counts_are_sums(files):
-    settings = [POOLS, "algorithm.filter_groups.retire_solved=0.9"]
+    settings = [POOLS, "prompt_selection.retire_solved=0.9"]
     _, sampler = mixture_of(files[0], files[1], settings=settings)
     sampler.record(range(90), [1.0] * 90)
     metrics = sampler.metrics()

@@ -90,7 +90,7 @@ def test_every_row_comes_once_an_epoch_in_another_order(tmp_path, kind):
 @pytest.mark.parametrize("more", [[], ["data.train_data_num=130"]])
 def test_rule_10_a_restart_gives_the_same_rows(tmp_path, kind, more):
     settings = [*more, "data.truncation=skip", "data.max_prompt_length=45", "data.max_start_length=40"]
-    settings += ["algorithm.filter_groups.retire_solved=0.9"]
+    settings += ["prompt_selection.retire_solved=0.9"]
     path = write(tmp_path, kind, 400)
     rows, sampler = make(path, *settings)
     for _ in range(17):
@@ -145,7 +145,7 @@ def test_rows_that_cant_be_used_end_the_run_when_they_are_met(tmp_path):
 
 
 def test_when_all_are_solved_the_run_ends_and_says_so(tmp_path):
-    rows, sampler = make(write(tmp_path, "jsonl", 40), "algorithm.filter_groups.retire_solved=1")
+    rows, sampler = make(write(tmp_path, "jsonl", 40), "prompt_selection.retire_solved=1")
     with pytest.raises(DataFailed, match="prompts are left"):
         for _ in range(9):
             sampler.record(sampler.take(10), [1.0] * 10)

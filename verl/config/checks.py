@@ -13,6 +13,7 @@ from typing import Any
 from verl.config.keys import as_list, check_values, config_error, get_value
 from verl.config.mixture import evals_of, sources_of
 from verl.config.policy import ACTOR, ROLLOUT
+from verl.config.prompt_selection import check_prompt_selection
 from verl.config.schema import Config, SFTConfig
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
@@ -43,12 +44,7 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
             "everything after it. A good value is max_start_length + max_response_length * (max_turns + 1) + "
             "max_obs_length * max_turns.",
         )
-    if data.difficulty_pools.easy_share + data.difficulty_pools.hard_share > 1:
-        pools = "data.difficulty_pools"
-        raise config_error(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
-    if data.streaming and data.difficulty_pools.enable:
-        expected = ", which ask for rows at any place; expected one or the other."
-        raise config_error(config, "data.streaming data.difficulty_pools.enable", expected)
+    check_prompt_selection(config)
     if with_data and not config.trainer.dry_run:  # in a dry run the data may be missing, or elsewhere
         names = ["train_files"] * (data.mixture is None) + ["val_files"]
         for name in names + ["extra_val_files"] * (data.extra_val_files is not None):

@@ -1,6 +1,7 @@
 """Keys of Search-R1, verl and earlier versions that the schema does not have, and what becomes of each.
 
-an alias            sets a key of the schema, perhaps after a conversion
+renamed             the name of a key in verl or in an earlier version: it stands for the key, in every layer
+an alias            sets a key of the schema, perhaps after a conversion, unless the key is set itself
 fixed               may only have the value that it already has; other values are refused with the reason
 without effect      accepted with a note that it changes nothing here
 removed             unknown, with what to do instead
@@ -17,6 +18,7 @@ import yaml
 
 from verl.config.keys import Key, Range, format_value
 from verl.config.policy import ACTOR, REF, ROLLOUT
+from verl.config.prompt_selection import FILTER, POOLS, RETIRE
 from verl.config.schema import Config, SFTConfig
 
 
@@ -50,9 +52,12 @@ class Alias:
 class CompatibilityTable:
     """The keys that one program accepts besides its schema; see the module.
 
-    `renamed_groups` is for the keys of a group that have no entry of their own.
+    `renamed_groups` is for the keys of a group that have no entry of their own. `earlier_names` are those of
+    `renamed` that only earlier versions of this project had: the user is told the new ones.
     """
 
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    earlier_names: frozenset[str] = frozenset()
     renamed_groups: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -61,7 +66,7 @@ class CompatibilityTable:
 
     @property
     def names(self) -> set[str]:
-        """Return all keys that are accepted."""
+        """Return all keys that are accepted and have a meaning of their own; `renamed` ones have not."""
         return {*self.aliases, *self.fixed, *self.without_effect}
 
     def note(self, name: str, value: Any) -> str | None:
@@ -263,9 +268,26 @@ generator.sampling_params.top_p {ROLLOUT}.top_p
 generator.sampling_params.top_k {ROLLOUT}.top_k
 generator.sampling_params.min_p {ROLLOUT}.min_p
 environment.max_env_workers environment.max_workers
+trainer.algorithm.dynamic_sampling.type {FILTER}.enable
+trainer.algorithm.dynamic_sampling.max_sample_batches {FILTER}.max_num_gen_batches
 """
 
+# What was one block each before `prompt_selection` held them; the names of verl's users come first.
+_VERLS_FILTER = {
+    f"algorithm.filter_groups.{name}": f"{FILTER}.{name}"
+    for name in ("enable", "metric", "max_num_gen_batches")
+}
+_EARLIER_SELECTION = {
+    "algorithm.filter_groups.retire_solved": RETIRE,
+    **{
+        f"data.difficulty_pools.{name}": f"{POOLS}.{name}"
+        for name in ("enable", "easy_threshold", "hard_threshold", "easy_share", "hard_share")
+    },
+}
+
 RL = CompatibilityTable(
+    renamed=_VERLS_FILTER | _EARLIER_SELECTION,
+    earlier_names=frozenset(_EARLIER_SELECTION),
     renamed_groups={"environment.skyrl_gym": "environment.env_config"},
     aliases={
         **{name: Alias(f"{name}_per_gpu", _rows_per_replica, low=1) for name in DEFAULT_PASS_ROWS},
@@ -291,7 +313,7 @@ RL = CompatibilityTable(
         f"{ROLLOUT}.vllm.sleep_level": "It is 1, and 2 where the trainer's weights are offloaded.",
         f"{ROLLOUT}.vllm.weight_transfer": f"Rollouts apart have {ROLLOUT}.weight_transfer.",
         "generator.merge_stepwise_output": "What turns have in common is computed once, always.",
-        "algorithm.filter_groups.refill": "No refill is algorithm.filter_groups.max_num_gen_batches=1.",
+        "algorithm.filter_groups.refill": f"No refill is {FILTER}.max_num_gen_batches=1.",
         "trainer.rollout_pool.nnodes": f"For rollouts apart set {ROLLOUT}.placement=apart.",
         "trainer.rollout_pool.n_gpus_per_node": f"For rollouts apart set {ROLLOUT}.placement=apart.",
         f"{ACTOR}.entropy_ctrl.min_coeff": "It is always 0.",
@@ -303,8 +325,6 @@ RL = CompatibilityTable(
         f"{REF}.fsdp_config.model_dtype": "It is always that of the computation.",
         "trainer.cpus_per_process": "It is always 0.25.",
         "algorithm.rae_decay": "It is always 0.95.",
-        "data.difficulty_pools.easy_threshold": "It is always 1.",
-        "data.difficulty_pools.hard_threshold": "It is always 0.",
         **{
             skyrl_key: f"SkyRL's {skyrl_key} is {our_key} here."
             for skyrl_key, our_key in map(str.split, _SKYRL.strip().split("\n"))

@@ -53,12 +53,19 @@ class Setting:
         value: the value.
         text: the value as the user wrote it, for messages.
         origin: the layer in words.
+        old_key: the name under which the user set the key, if it is not the schema's.
     """
 
     key: str
     value: Any
     text: str
     origin: str
+    old_key: str | None = None
+
+    @property
+    def full_origin(self) -> str:
+        """Return the layer, and the name that the key has in it if that is another one."""
+        return self.origin if self.old_key is None else f"{self.origin} ({self.old_key})"
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,7 @@ class _Names:
         self.keys = keys_of(program.schema)
         self.table = program.table
         self.old_names = program.table.names
+        self.all_names = (*self.keys, *self.old_names, *program.table.renamed)
         self.open_keys = [path for path, key in self.keys.items() if key.is_open]
 
     def owner(self, name: str) -> str:
@@ -159,7 +167,7 @@ class _Names:
 
     def check(self, argument: Argument) -> None:
         """Raise ValueError if there is no key, and no group of keys, with the name of an argument."""
-        if not any(_is_in(path, argument.name) for path in (*self.keys, *self.old_names)):
+        if not any(_is_in(path, argument.name) for path in self.all_names):
             list(self.translated(Setting(argument.name, None, argument.written, COMMAND_LINE)))
 
     def translated(self, setting: Setting) -> Iterator[Setting]:
@@ -170,18 +178,22 @@ class _Names:
         if name in keys or name in self.old_names or any(_is_in(name, path) for path in self.open_keys):
             yield setting
             return
+        if name in table.renamed:
+            yield replace(setting, key=table.renamed[name], old_key=name)
+            return
         for group, new_group in table.renamed_groups.items():
             if _is_in(name, group):
                 yield from self.translated(replace(setting, key=new_group + name.removeprefix(group)))
                 return
-        inside = [path for path in (*keys, *self.old_names) if _is_in(path, name)]
+        inside = [path for path in self.all_names if _is_in(path, name)]
         if inside and isinstance(setting.value, dict):
             for inner, value in setting.value.items():
                 yield from self.translated(replace(setting, key=f"{name}.{inner}", value=value))
             return
         settable_keys = [path for path in keys if keys[path].must_follow is None]
         if inside:
-            names = ", ".join(path for path in settable_keys if path in inside)
+            names_here = {table.renamed.get(path, path) for path in inside}
+            names = ", ".join(path for path in settable_keys if path in names_here)
             raise ValueError(
                 f"Found {setting.text!r}, but {name} is a group of keys; expected one of: {names}."
             )
@@ -233,7 +245,9 @@ class _Loading:
                     if setting.value == "???":
                         unset[path] = setting
                     if origins[path] != "default" or not self._repeats_default(setting):
-                        origins[path] = setting.origin
+                        origins[path] = setting.full_origin
+                    if setting.old_key in table.earlier_names and not self._is_default(setting):
+                        notes[setting.key] = f"{setting.old_key} is called {setting.key} now."
         for path, setting in unset.items():
             raise ValueError(f"Found {setting.text!r}, which asks for a value; expected {path}=<value>.")
         chosen = {
@@ -280,8 +294,9 @@ class _Loading:
                 changes.append(_hydra_override(argument))
             elif argument.deletes:
                 self._names.check(argument)
-                changes.append(written)
-                settings = [entry for entry in settings if not _is_at(entry.key, argument.name)]
+                name = self._program.table.renamed.get(argument.name, argument.name)
+                changes.append(written.replace(argument.name, name, 1))
+                settings = [entry for entry in settings if not _is_at(entry.key, name)]
             else:
                 setting = self._setting(argument)
                 changes = [change for change in changes if change.partition("=")[0] != f"~{argument.name}"]
@@ -317,8 +332,10 @@ class _Loading:
 
     def _repeats_default(self, setting: Setting) -> bool:
         """Return whether a shipped primary file has a key as the schema has it."""
-        if setting.origin not in PROGRAMS:
-            return False
+        return setting.origin in PROGRAMS and self._is_default(setting)
+
+    def _is_default(self, setting: Setting) -> bool:
+        """Return whether a setting has the value that the schema gives to its key."""
         default = self._composing.defaults_of(self._program.schema).get(setting.key, setting)
         return type(default) is type(setting.value) and default == setting.value
 
@@ -354,7 +371,7 @@ class _Loading:
         return values
 
     def _environment_settings(self, environment: Mapping[str, str]) -> Iterator[Setting]:
-        names = {name.lower(): name for name in (*self._keys, *self._names.old_names)}
+        names = {name.lower(): name for name in self._names.all_names}
         for variable, text in sorted(environment.items()):
             if variable.startswith(VARIABLE_PREFIX):
                 name = variable.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
@@ -367,8 +384,9 @@ class _Loading:
         return [translated for setting in settings for translated in self._names.translated(setting)]
 
     def _setting(self, argument: Argument) -> Setting:
+        name = self._program.table.renamed.get(argument.name, argument.name)
         try:
-            value = read_value(argument.text or "", self._keys.get(argument.name))
+            value = read_value(argument.text or "", self._keys.get(name))
         except ValueError as error:
             raise ValueError(f"Found {argument.written!r}{error}") from None
         return Setting(argument.name, value, argument.written, COMMAND_LINE)

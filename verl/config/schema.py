@@ -41,19 +41,7 @@ from verl.config.policy import (
     Optim,
     ReferenceFsdp,
 )
-
-
-@config_block
-class PoolsConfig(Block):
-    """The choice of the prompts that a step draws."""
-
-    enable: bool = key(False, "draw a step's prompts by the mean score of their group when last asked")
-    easy_share: Share = key(
-        0.1, "of a step's prompts, drawn from those whose group had a mean score of 1 or more"
-    )
-    hard_share: Share = key(0.1, "the same, of 0 or less; the rest lies between or is not yet measured")
-    easy_threshold: ClassVar[float] = 1.0  # a row is easy if its group has at least this mean score
-    hard_threshold: ClassVar[float] = 0.0  # a row is hard if its group has at most this mean score
+from verl.config.prompt_selection import PromptSelection
 
 
 @config_block
@@ -81,7 +69,6 @@ class Data(Block):
     train_batch_size: Count = key(1024, "prompts per training step, before they are repeated to groups")
     val_batch_size: Count = key(1312, "prompts per validation batch; the last batch may be smaller")
     shuffle_train_dataloader: bool = key(True, "new order of the training rows each epoch")
-    difficulty_pools: PoolsConfig = group(PoolsConfig)
 
 
 @config_block
@@ -170,23 +157,6 @@ class Retriever(Block):
 
 
 @config_block
-class FilterGroups(Block):
-    """The filter of prompts that teach nothing (DAPO)."""
-
-    enable: bool = key(False, "leave out prompts whose trajectories all have the same reward (DAPO)")
-    metric: str | None = key(None, "must differ: seq_reward, acc (exact match), or the reward function's")
-    max_num_gen_batches: Whole = key(10, "most rounds of generation in a step (1: train fewer; 0: no limit)")
-    retire_solved: Share | None = key(
-        None, "with this mean score (thrift: and no search to save) a prompt retires"
-    )
-
-    @property
-    def refill(self) -> bool:
-        """Return whether a step that lacks groups asks more prompts."""
-        return self.max_num_gen_batches != 1
-
-
-@config_block
 class KlControl(Block):
     """The weight of the KL in the reward."""
 
@@ -235,7 +205,6 @@ class AlgorithmConfig(Block):
     gdpo_reward_weights: list[float] | None = key(None, "gdpo: their weights, a [list] (null: 1 each)")
     turn_credit: NotNegative = key(0.0, "weight of turn_rewards, or of 1 for the first search with an answer")
     thrift: NotNegative = key(0.0, "weight of having searched less than a question's other right answers")
-    filter_groups: FilterGroups = group(FilterGroups)
     overlong_filter: bool = key(False, "true: trajectories that a limit of length has cut take no part")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", "kl k1 abs mse k2 low_var_kl k3")
     kl_ctrl: KlControl = group(KlControl)
@@ -329,6 +298,7 @@ class Config(Block):
     """The whole configuration of a run of reinforcement learning."""
 
     data: Data = group(Data)
+    prompt_selection: PromptSelection = group(PromptSelection)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
     critic: Critic = group(Critic)
     reward_model: RewardModel = group(RewardModel)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.config.prompt_selection import PoolsConfig
 from verl.data.rl_dataset import PromptSampler
 
 POOLS = ("easy", "normal", "hard")
@@ -28,9 +29,8 @@ class DifficultyPools(PromptSampler):
     """A `PromptSampler` that draws from pools.
 
     Args:
-        config: `data.difficulty_pools`. A row is easy if its solve rate is `easy_threshold` or more, and hard
-            if it is `hard_threshold` or less. `easy_share` and `hard_share` are shares of the prompts that
-            are drawn.
+        config: which rows are easy and hard, by their solve rate, and their shares of the prompts that are
+            drawn.
         sampling: the arguments of `PromptSampler`.
 
     Attributes:
@@ -38,7 +38,7 @@ class DifficultyPools(PromptSampler):
         solve_rates: [num_rows] float64, mean score of the row's last group; NaN where none was measured.
     """
 
-    def __init__(self, config: Mapping[str, Any], *sampling: Any) -> None:
+    def __init__(self, config: PoolsConfig, *sampling: Any) -> None:
         super().__init__(*sampling)
         self.config = config
         self.draws = np.zeros(self.num_rows, np.int64)
@@ -57,8 +57,8 @@ class DifficultyPools(PromptSampler):
     def pools(self) -> np.ndarray:
         """Return the pool of each row, [num_rows] int64: 0 easy, 1 normal, 2 hard."""
         pools = np.full(self.num_rows, NORMAL)
-        pools[self.solve_rates >= self.config["easy_threshold"]] = EASY  # NaN is neither easy nor hard
-        pools[self.solve_rates <= self.config["hard_threshold"]] = HARD
+        pools[self.solve_rates >= self.config.easy_threshold] = EASY  # NaN is neither easy nor hard
+        pools[self.solve_rates <= self.config.hard_threshold] = HARD
         return pools
 
     def _draw(self, count: int, asked: set[int]) -> list[int]:
@@ -71,8 +71,8 @@ class DifficultyPools(PromptSampler):
         is_available = np.ones(self.num_rows, dtype=bool)
         is_available[list(self.retired | asked)] = False
         members = [np.flatnonzero((pools == pool) & is_available) for pool in (EASY, NORMAL, HARD)]
-        easy = min(int(count * self.config["easy_share"] + 0.5), len(members[EASY]))
-        hard = min(int(count * self.config["hard_share"] + 0.5), len(members[HARD]), count - easy)
+        easy = min(int(count * self.config.easy_share + 0.5), len(members[EASY]))
+        hard = min(int(count * self.config.hard_share + 0.5), len(members[HARD]), count - easy)
         normal = min(count - easy - hard, len(members[NORMAL]))
         shortfall = count - easy - hard - normal
         more_hard = min(shortfall, len(members[HARD]) - hard)

@@ -264,7 +264,9 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     ) -> RLHFDataset:
         streams = data.streaming
         if streams is None:
-            streams = num_rows is None and not data.difficulty_pools.enable and is_large(files)
+            streams = (
+                num_rows is None and not config.prompt_selection.difficulty_pools.enable and is_large(files)
+            )
         if not streams:
             return RLHFDataset([str(file) for file in files], tokenizer, settings, num_rows, adapt)
         rows = RowStream(files, tokenizer, settings, adapt)
@@ -299,11 +301,11 @@ def prompt_sampler(rows: RLHFDataset | Mixture, config: Config) -> PromptSampler
     data = config.data
     batch_size = config.data.train_batch_size
     seed = config.trainer.seed
-    retire = config.algorithm.filter_groups.retire_solved
+    retire = config.prompt_selection.retire_solved
+    pools = config.prompt_selection.difficulty_pools
 
     def of(rows: RLHFDataset, count: int) -> PromptSampler:
         order = (count, data.shuffle_train_dataloader, seed)
-        pools = data.difficulty_pools
         if isinstance(rows, RowStream):
             return StreamSampler(rows, batch_size, *order, retire)
         if pools.enable:

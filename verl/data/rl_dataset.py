@@ -333,7 +333,7 @@ class PromptSampler:
         num_left = self.num_left if num_left is None else num_left
         if num_left < min(count, self.batch_size):
             raise DataFailed(
-                f"{num_left} prompts are left that algorithm.filter_groups.retire_solved has not retired, "
+                f"{num_left} prompts are left that prompt_selection.retire_solved has not retired, "
                 f"and a step asks {count}: the policy solves the others. Take harder or more rows, raise "
                 "retire_solved, or call the run finished."
             )
@@ -365,8 +365,8 @@ class PromptSampler:
             subject, value = ("what", "false") if "draws" in history else ("nothing that", "true")
             raise ValueError(
                 f"Found {subject} difficulty pools have measured in the checkpoint, with "
-                f"data.difficulty_pools.enable={value}; a run keeps the data order it began with. Use the "
-                "other value, or trainer.resume_mode=none."
+                f"prompt_selection.difficulty_pools.enable={value}; a run keeps the data order it began "
+                "with. Use the other value, or trainer.resume_mode=none."
             )
         self.retired = set(history["retired"].tolist()) if "retired" in history else set()
 

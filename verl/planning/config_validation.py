@@ -16,13 +16,13 @@ from verl.config import Config, get_value
 from verl.config.checks import check_config, check_model, check_vllm_installed
 from verl.config.keys import config_error, format_value, keys_of
 from verl.config.policy import ACTOR, REF, ROLLOUT
+from verl.config.prompt_selection import check_prompt_selection, unread_selection_keys
 from verl.planning.passes import Passes
 from verl.planning.placement import needs_ray, samples_apart
 from verl.workers.megatron import check_installed
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-_FILTER = "algorithm.filter_groups"
 _ESTIMATOR = "algorithm.adv_estimator"
 _TEACHER = "actor_rollout_ref.teacher.path"
 
@@ -40,7 +40,7 @@ def validate(config: Config, *, format_reward: bool = False) -> None:
     check_config(config, format_reward=format_reward)
     passes = Passes(config)
     _check_algorithm(config, passes)
-    _check_filter(config, passes)
+    check_prompt_selection(config, passes.compares_group)
     rollout = config.actor_rollout_ref.rollout
     rows = config.data.train_batch_size * rollout.n * rollout.n_agent
     for name in (ACTOR, "critic") if passes.needs_values else (ACTOR,):
@@ -110,6 +110,7 @@ def settings_without_effect(config: Config) -> list[str]:
     if config.data.mixture is not None:
         reason = "the rows are those of data.mixture."
         unread |= {"data.train_files": reason, "data.train_data_num": reason}
+    unread |= unread_selection_keys(config)
     if config.actor_rollout_ref.rollout.n * config.actor_rollout_ref.rollout.n_agent == 1:
         unread["algorithm.thrift"] = (
             f"{ROLLOUT}.n_agent=1 leaves an answer without others to compare it with."
@@ -204,30 +205,6 @@ def _check_step_wise(config: Config, passes: Passes) -> None:
             "Set step_wise=false, or loss_mode=dro."
         )
         raise config_error(config, f"{ROLLOUT}.step_wise {ACTOR}.policy_loss.loss_mode", reason)
-
-
-def _check_filter(config: Config, passes: Passes) -> None:
-    groups = config.algorithm.filter_groups
-    rollout = config.actor_rollout_ref.rollout
-    if not groups.enable and groups.metric is not None:
-        raise config_error(config, f"{_FILTER}.metric", f" without {_FILTER}.enable=true; expected both.")
-    if not groups.enable:
-        return
-    if not passes.compares_group:
-        reason = (
-            ", which does not compare the answers to one question: groups with equal rewards teach it as "
-            "much as others; expected enable=false, or an estimator such as grpo."
-        )
-        raise config_error(config, f"{_FILTER}.enable {_ESTIMATOR}", reason)
-    if rollout.n * rollout.n_agent < 2:
-        reason = f" and one trajectory a prompt; expected a group. Set {ROLLOUT}.n_agent, for example to 5."
-        raise config_error(config, f"{_FILTER}.enable", reason)
-    if groups.metric == "seq_final_reward":
-        reason = (
-            ", the reward with the KL in it, which is not known when groups are chosen; expected seq_reward, "
-            "acc, or a number that the reward function returns."
-        )
-        raise config_error(config, f"{_FILTER}.metric", reason)
 
 
 def check_megatron(config: Config, passes: Passes) -> None:

@@ -21,7 +21,9 @@ from verl.trainer.ppo.collection import (
 )
 from verl.trainer.ppo.scoring import score
 
-FILTER = "algorithm.filter_groups.enable=true"
+FILTER = "prompt_selection.filter_groups.enable=true"
+ONE_ROUND = "prompt_selection.filter_groups.max_num_gen_batches=1"
+POOLS = "prompt_selection.difficulty_pools"
 MIXED = [1.0, 0.0]
 SOLVED = [1.0, 1.0]
 FAILED = [0.0, 0.0]
@@ -51,8 +53,8 @@ class World:
             "data.shuffle_train_dataloader=false",
             *settings,
         )
-        order = (len(scores), 4, False, 0, self.config.algorithm.filter_groups.retire_solved)
-        pools = self.config.data.difficulty_pools
+        order = (len(scores), 4, False, 0, self.config.prompt_selection.retire_solved)
+        pools = self.config.prompt_selection.difficulty_pools
         self.sampler = DifficultyPools(pools, *order) if pools.enable else PromptSampler(*order)
         self.said: list[str] = []
         self.asked: list[DataProto] = []
@@ -154,7 +156,7 @@ def test_without_a_filter_a_step_is_one_batch_of_prompts_as_it_is():
 
 
 def test_without_refill_groups_with_equal_rewards_are_left_out_and_counted():
-    world = World([SOLVED, MIXED, FAILED, MIXED] * 2, FILTER, "algorithm.filter_groups.max_num_gen_batches=1")
+    world = World([SOLVED, MIXED, FAILED, MIXED] * 2, FILTER, ONE_ROUND)
     batch, metrics = world.collect()
     assert prompts_of(batch) == [1, 3] and len(world.asked) == 1
     assert (metrics["filter/groups"], metrics["filter/groups_left_out"]) == (4, 2)
@@ -177,7 +179,7 @@ def test_with_refill_prompts_are_asked_until_enough_groups_teach_and_none_of_the
 
 
 def test_when_the_rounds_are_used_up_the_step_goes_on_with_a_line():
-    world = World([MIXED] + [SOLVED] * 15, FILTER, "algorithm.filter_groups.max_num_gen_batches=3")
+    world = World([MIXED] + [SOLVED] * 15, FILTER, "prompt_selection.filter_groups.max_num_gen_batches=3")
     batch, _ = world.collect()
     assert prompts_of(batch) == [0] and len(world.asked) == 3
     (line,) = world.said
@@ -185,7 +187,7 @@ def test_when_the_rounds_are_used_up_the_step_goes_on_with_a_line():
 
 
 def test_a_step_in_which_no_group_teaches_keeps_its_rows_for_the_rest_of_the_loss():
-    world = World([SOLVED] * 8, FILTER, "algorithm.filter_groups.max_num_gen_batches=1")
+    world = World([SOLVED] * 8, FILTER, ONE_ROUND)
     batch, metrics = world.collect()
     assert prompts_of(batch) == [0, 1, 2, 3] and metrics["filter/groups_left_out"] == 4
 
@@ -275,7 +277,7 @@ def test_a_prompt_whose_greedy_answer_failed_is_left_out():
 
 
 def test_rule_10_pools_hear_of_every_round_and_survive_a_restart(tmp_path):
-    settings = [FILTER, "data.difficulty_pools.enable=true", "data.difficulty_pools.easy_share=0.25"]
+    settings = [FILTER, f"{POOLS}.enable=true", f"{POOLS}.easy_share=0.25"]
     scores = [SOLVED, MIXED, FAILED, MIXED, SOLVED, FAILED, MIXED, MIXED] * 2
     world = World(scores, *settings)
     _, metrics = world.collect()
@@ -287,7 +289,7 @@ def test_rule_10_pools_hear_of_every_round_and_survive_a_restart(tmp_path):
     resumed = World(scores, *settings)
     resumed.sampler.load_state_dict(world.sampler.state_dict())
     resumed.collector.load(tmp_path)
-    with pytest.raises(ValueError, match="with data.difficulty_pools.enable=false"):
+    with pytest.raises(ValueError, match=f"with {POOLS}.enable=false"):
         World(scores, FILTER).collector.load(tmp_path)
     for step in (2, 3, 4):
         assert prompts_of(world.collect(step)[0]) == prompts_of(resumed.collect(step)[0])
@@ -297,14 +299,13 @@ def test_rule_10_pools_hear_of_every_round_and_survive_a_restart(tmp_path):
 def test_a_row_without_a_sampled_token_counts_in_no_solve_rate():
     """The reward function scores the prompts' second rows, too, which came to nothing."""
     reasons = {0: ["answer", "search_failed"], 1: ["search_failed", "answer"], 2: ["search_failed"] * 2}
-    world = World([MIXED, MIXED, SOLVED, MIXED], "data.difficulty_pools.enable=true", reasons=reasons)
+    world = World([MIXED, MIXED, SOLVED, MIXED], f"{POOLS}.enable=true", reasons=reasons)
     world.collect()
     rates = world.sampler.solve_rates  # type: ignore[attr-defined]
     assert rates[[0, 1, 3]].tolist() == [1, 0, 0.5] and np.isnan(rates[2])
 
 
 THRIFT = "algorithm.thrift=1"
-ONE_ROUND = "algorithm.filter_groups.max_num_gen_batches=1"
 WASTE = {0: [1, 2], 1: [2, 2], 2: [1, 2], 3: [1, 2]}  # searches of prompts
 
 
@@ -325,7 +326,7 @@ def test_with_thrift_only_right_answers_that_are_left_make_a_group_informative()
 
 @pytest.mark.parametrize("pools", ["false", "true"])
 def test_with_thrift_a_prompt_is_not_retired_while_its_right_answers_differ_in_searches(pools):
-    retire = ("algorithm.filter_groups.retire_solved=0.5", f"data.difficulty_pools.enable={pools}")
+    retire = ("prompt_selection.retire_solved=0.5", f"{POOLS}.enable={pools}")
     for settings, retired in (([], {0, 1, 3}), ([THRIFT], {1, 3})):
         world = World([SOLVED, SOLVED, FAILED, MIXED] * 3, *retire, *settings, searches=WASTE)
         _, metrics = world.collect()
@@ -337,7 +338,7 @@ def test_thrift_counts_by_the_share_of_all_that_was_generated_whatever_the_filte
     scores = [SOLVED, SOLVED, FAILED, MIXED, FAILED, MIXED, FAILED, FAILED]
     searches = {0: [1, 2], 5: [3, 1]}
     world = World(
-        scores, FILTER, "algorithm.filter_groups.max_num_gen_batches=2", THRIFT, searches=searches,
+        scores, FILTER, "prompt_selection.filter_groups.max_num_gen_batches=2", THRIFT, searches=searches,
         reasons={6: ["search_failed"] * 2, 7: ["search_failed"] * 2},
     )  # fmt: skip
     batch, metrics = world.collect()

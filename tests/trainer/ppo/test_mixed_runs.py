@@ -65,7 +65,7 @@ def test_a_mixed_run_draws_by_ratio_and_tells_of_each_source(tmp_path):
 
 @pytest.mark.slow
 def test_rule_10_killed_inside_a_prefetch_a_run_asks_the_same_rows(tmp_path):
-    line = settings(tmp_path, "algorithm.filter_groups.retire_solved=0.7")
+    line = settings(tmp_path, "prompt_selection.retire_solved=0.7")
     run(instant_trainer(tmp_path / "whole", *line, reads_files=True))
     undisturbed = rows_of(tmp_path / "whole")
     asked = Policy.asked
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_an_older_version_goes_on(tmp_path):
     data = [f"data.train_files={tmp_path / 'few.jsonl'}", f"actor_rollout_ref.model.path={tmp_path}"]
     settings_now = learning_settings(config_with(*data))
     earlier = copy.deepcopy(settings_now)
-    for key in ("environment.env_class", "data.mixture", "algorithm.filter_groups.retire_solved"):
+    for key in ("environment.env_class", "data.mixture", "prompt_selection.retire_solved"):
         del earlier["values"][key]
     (tmp_path / SETTINGS_FILE).write_text(json.dumps(earlier))
     check_learning_settings(settings_now, tmp_path, tmp_path)
@@ -111,9 +111,26 @@ def test_a_checkpoint_of_an_older_version_goes_on(tmp_path):
         check_learning_settings(other, tmp_path, tmp_path)
 
 
+def test_a_checkpoint_with_earlier_names_of_keys_goes_on_with_the_same_selection_alone(tmp_path):
+    settings(tmp_path)
+    data = [f"data.train_files={tmp_path / 'few.jsonl'}", f"actor_rollout_ref.model.path={tmp_path}"]
+    chosen = ["prompt_selection.filter_groups.metric=acc", "prompt_selection.retire_solved=0.5"]
+    settings_now = learning_settings(config_with(*data, *chosen))
+    assert not any("pools" in key for key in settings_now["values"])  # a run may go on with other shares
+    earlier = copy.deepcopy(settings_now)
+    values = earlier["values"]
+    values["algorithm.filter_groups.retire_solved"] = values.pop("prompt_selection.retire_solved")
+    for name in ("enable", "metric", "max_num_gen_batches"):
+        values[f"algorithm.filter_groups.{name}"] = values.pop(f"prompt_selection.filter_groups.{name}")
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps(earlier))
+    check_learning_settings(settings_now, tmp_path, tmp_path)
+    with pytest.raises(ValueError, match=r"prompt_selection.retire_solved=0.5 \(now null\)"):
+        check_learning_settings(learning_settings(config_with(*data, chosen[0])), tmp_path, tmp_path)
+
+
 def test_a_run_ends_when_too_few_prompts_are_left(tmp_path):
     """At once retired, 9 prompts are too few for a third step of 4."""
-    line = settings(tmp_path, "algorithm.filter_groups.retire_solved=0", "data.streaming=false")
+    line = settings(tmp_path, "prompt_selection.retire_solved=0", "data.streaming=false")
     sources = f"[{{path: {tmp_path / 'few.jsonl'}}}]"
     trainer = instant_trainer(tmp_path / "run", *line, f"data.mixture={sources}", reads_files=True)
     with pytest.raises(RunStopped, match=r"step 3: 1 prompts are left that .*retire_solved has not retired"):

@@ -179,10 +179,10 @@ class TrajectoryCollector:
     def num_missing(self) -> int:
         """Return how many groups another round of generation asks for; 0 when the step has what it needs.
 
-        There is one round, unless `algorithm.filter_groups` has groups that teach nothing replaced. It ends
-        early when its rounds or the prompts that the step has not asked are used up.
+        There is one round, unless `prompt_selection.filter_groups` has groups that teach nothing replaced. It
+        ends early when its rounds or the prompts that the step has not asked are used up.
         """
-        filters = self.config.algorithm.filter_groups
+        filters = self.config.prompt_selection.filter_groups
         num_wanted = self.config.data.train_batch_size
         num_groups, num_prompts = self._num_informative_groups()
         if not (filters.enable and filters.refill) or num_groups >= num_wanted:
@@ -205,14 +205,14 @@ class TrajectoryCollector:
 
     def _say_if_incomplete(self, step: int) -> None:
         """Tell the user if a step goes on with fewer groups than it should have."""
-        filters = self.config.algorithm.filter_groups
+        filters = self.config.prompt_selection.filter_groups
         num_wanted = self.config.data.train_batch_size
         num_groups, num_prompts = self._num_informative_groups()
         if filters.enable and filters.refill and num_groups < num_wanted:
             self.say(
                 f"step {step}: {num_groups} of {num_wanted} groups teach something after {len(self._rounds)} "
                 f"rounds of generation and {num_prompts} prompts "
-                "(algorithm.filter_groups.max_num_gen_batches); the step goes on with these"
+                "(prompt_selection.filter_groups.max_num_gen_batches); the step goes on with these"
             )
 
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
@@ -291,15 +291,16 @@ class TrajectoryCollector:
     def _informative(self) -> np.ndarray:
         """Return which usable rows teach something, [N] bool.
 
-        With `algorithm.filter_groups` these are the rows of groups whose members differ, or whose right
-        answers differ in searches, if that gives them an advantage (`algorithm.thrift`). Without it they are
-        all usable rows.
+        With `prompt_selection.filter_groups` these are the rows of groups whose members differ, or whose
+        right answers differ in searches, if that gives them an advantage (`algorithm.thrift`). Without it
+        they are all usable rows.
         """
         algorithm = self.config.algorithm
         batch = self._batch
         keys = self.passes.reward_keys
-        metric = algorithm.filter_groups.metric
-        if not algorithm.filter_groups.enable:
+        filters = self.config.prompt_selection.filter_groups
+        metric = filters.metric
+        if not filters.enable:
             return self._usable
         if metric is None and keys:
             columns = [values_named(batch, name, "algorithm.gdpo_reward_keys") for name in keys]
@@ -309,7 +310,7 @@ class TrajectoryCollector:
         else:
             if metric == "acc" and "acc" not in batch.non_tensor_batch["reward_extra"][0]:
                 metric = "em"
-            compared = values_named(batch, metric, "algorithm.filter_groups.metric")
+            compared = values_named(batch, metric, "prompt_selection.filter_groups.metric")
         informative = informative_rows(compared, batch.non_tensor_batch["uid"], self._usable)
         if algorithm.thrift:
             informative |= can_save_searches(batch, self._usable)
@@ -404,7 +405,7 @@ class TrajectoryCollector:
             metrics["timing_per_token_ms/gen"] = seconds * 1000 / num_sampled
         if algorithm.overlong_filter:
             metrics["filter/overlong"] = float(reasons.count("length"))
-        if algorithm.filter_groups.enable:
+        if self.config.prompt_selection.filter_groups.enable:
             num_groups = len(set(uids[usable]))
             num_informative = len(set(uids[self._chosen]))
             metrics |= {

@@ -24,8 +24,10 @@ from verl.checkpoints.run_state import (
     store_of,
 )
 from verl.config import Config, SFTConfig, load_config
+from verl.config.compatibility import RL
 from verl.config.keys import as_list, flatten
 from verl.config.mixture import sources_of
+from verl.config.prompt_selection import FILTER, RETIRE
 from verl.records import Recorder
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.stop_request import StopRequest
@@ -37,6 +39,8 @@ _MIXTURE = "data.mixture"
 _WHOLE_FILE = 256 * 1024**2  # bytes; of a larger one the size, the first and the last MiB are compared
 _DECISIVE = (  # keys, and blocks of keys
     "algorithm",
+    FILTER,
+    RETIRE,
     "reward_model",
     "custom_reward_function",
     _MODEL,
@@ -101,6 +105,8 @@ def check_learning_settings(settings: Mapping[str, Any], folder: Path, run_dir: 
     if not (folder / SETTINGS_FILE).is_file():
         return
     earlier = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    # An older version had other names for some keys.
+    earlier["values"] = {RL.renamed.get(key, key): value for key, value in earlier["values"].items()}
     now = json.loads(json.dumps(settings))
     defaults = flatten(load_config([]))  # for keys that an older version did not have
     differences = []
