@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from selection_batches import batch_of, record, turn
 
-from verl.trainer.ppo.collection import informative_rows, usable_rows
+from verl.trainer.ppo.collection import usable_rows
+from verl.trainer.ppo.prompt_selector import informative_rows
 from verl.trainer.ppo.scoring import overlong_penalty, room_left
 
 

@@ -1,20 +1,18 @@
-"""The choice of the prompts that a step asks, and of the trajectories that it learns from.
+"""The collection of a step's trajectories: those of its prompts, and the rows that it learns from.
 
     begin: prompts -> (the trainer generates, with searches, and scores) -> add
         ^                                                                     |
         +---- num_missing: too few groups teach (filter_groups with refill) --+
     selected: the rows that the step learns from
 
-All rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing
-that teaches is thrown away: a step has `data.train_batch_size` groups or a few more. A group that a round did
-not wait for (`rollout.keep_partial`) goes on in the next round, and a group of the last round in the next
-step.
+Which prompts are asked, and which groups teach something, `PromptSelector` says (prompt_selector.py). All
+rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing that
+teaches is thrown away: a step has `data.train_batch_size` groups or a few more. A group that a round did not
+wait for (`rollout.keep_partial`) goes on in the next round, and a group of the last round in the next step.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,9 @@ from verl.planning.passes import Passes
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import environment_metrics, environment_of
 from verl.trainer.ppo.kinds import kind_metrics, kind_of
+from verl.trainer.ppo.prompt_selector import GroupCounts, PromptSelector
 from verl.trainer.ppo.saved_rows import load_rows, save_rows, without_environments
-from verl.trainer.ppo.scoring import can_save_searches, solved_rows, solved_share, values_named
+from verl.trainer.ppo.scoring import scores_by, solved_rows, solved_share
 from verl.verifiers.registry import verifier_metrics
 
 TRAIN_STREAM = 0
@@ -103,7 +102,7 @@ def without_padding(batch: DataProto) -> DataProto:
 
 
 class TrajectoryCollector:
-    """A collector that chooses the prompts and the rows of each step.
+    """A collector of the prompts and the rows of each step.
 
     It generates and scores nothing itself. The trainer asks it in each step:
 
@@ -134,7 +133,7 @@ class TrajectoryCollector:
         self.config = config
         self.passes = passes
         self.dataset = dataset
-        self.sampler = sampler
+        self.selector = PromptSelector(config, passes, sampler)
         self.trajectory_metrics = trajectory_metrics
         self.say = say
         # The rows that `split_unfinished` keeps for the next generation.
@@ -157,63 +156,22 @@ class TrajectoryCollector:
         return finished
 
     def add(self, scored: DataProto) -> None:
-        """Take the scored trajectories of a round.
-
-        With thrift a prompt teaches something, whatever its mean score, while its right answers differ in
-        searches.
-        """
+        """Take the scored trajectories of a round."""
         self._rounds.append(scored)
-        algorithm = self.config.algorithm
-        usable = usable_rows(scored, False, algorithm.overlong_filter)
-        scores = _scores_by(scored, "index", usable)  # the mean of each prompt's usable trajectories
-        still_informative = set[int]()
-        if algorithm.thrift:
-            can_save = can_save_searches(scored, usable)
-            still_informative = {int(row) for row in scored.non_tensor_batch["index"][can_save]}
-        means = [sum(group) / len(group) for group in scores.values()]
-        self.sampler.record(list(map(int, scores)), means, still_informative)
+        overlong_filter = self.config.algorithm.overlong_filter
+        self.selector.record(scored, usable_rows(scored, False, overlong_filter))
         self._batch = DataProto.concat(self._rounds)
-        self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
-        self._chosen = self._informative()
+        self._usable = usable_rows(self._batch, self.passes.compares_group, overlong_filter)
+        self._chosen = self.selector.teaching_rows(self._batch, self._usable)
 
     def num_missing(self) -> int:
-        """Return how many groups another round of generation asks for; 0 when the step has what it needs.
+        """Return how many groups another round of generation asks for; 0 when the step has what it needs."""
+        return self.selector.num_missing(self._counts(), self._asked())
 
-        There is one round, unless `prompt_selection.filter_groups` has groups that teach nothing replaced. It
-        ends early when its rounds or the prompts that the step has not asked are used up.
-        """
-        filters = self.config.prompt_selection.filter_groups
-        num_wanted = self.config.data.train_batch_size
-        num_groups, num_prompts = self._num_informative_groups()
-        if not (filters.enable and filters.refill) or num_groups >= num_wanted:
-            return 0
-        num_fresh = self.sampler.num_fresh(self._asked())
-        rounds_left = (filters.max_num_gen_batches or math.inf) - len(self._rounds)
-        if rounds_left <= 0 or num_fresh <= 0 or num_prompts >= len(self.dataset):
-            return 0
-        if self.sampler.num_left < num_wanted:
-            return 0
-        # Ask for as many groups as the share so far says are needed, but for no more at once than without
-        # a filter, and for no more than there are prompts that this step has not asked.
-        share = max(num_groups, 1) / num_prompts
-        return min(num_wanted, num_fresh, max(1, math.ceil((num_wanted - num_groups) / share)))
-
-    def _num_informative_groups(self) -> tuple[int, int]:
-        """Return how many of the step's groups teach something, and how many there are."""
+    def _counts(self) -> GroupCounts:
+        """Count the groups of this step so far."""
         uids = self._batch.non_tensor_batch["uid"]
-        return len(set(uids[self._chosen])), len(set(uids))
-
-    def _say_if_incomplete(self, step: int) -> None:
-        """Tell the user if a step goes on with fewer groups than it should have."""
-        filters = self.config.prompt_selection.filter_groups
-        num_wanted = self.config.data.train_batch_size
-        num_groups, num_prompts = self._num_informative_groups()
-        if filters.enable and filters.refill and num_groups < num_wanted:
-            self.say(
-                f"step {step}: {num_groups} of {num_wanted} groups teach something after {len(self._rounds)} "
-                f"rounds of generation and {num_prompts} prompts "
-                "(prompt_selection.filter_groups.max_num_gen_batches); the step goes on with these"
-            )
+        return GroupCounts(len(set(uids)), len(set(uids[self._chosen])), len(self._rounds))
 
     def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """Return the unfinished rows and `count` fresh prompts, each as often as it is answered.
@@ -223,7 +181,7 @@ class TrajectoryCollector:
         rollout = self.config.actor_rollout_ref.rollout
         round_number = len(self._rounds)
         try:
-            indices = self.sampler.take(count, sorted(self._asked()))
+            indices = self.selector.take(count, sorted(self._asked()))
             prompts = self._answered(indices, f"step{step}.{round_number}" if round_number else f"step{step}")
         except DataFailed as error:
             raise RunStopped(f"step {step}: {error}") from error
@@ -253,8 +211,8 @@ class TrajectoryCollector:
             RunStopped: if there are not so many prompts.
         """
         try:
-            self.sampler.check_enough_left(self.config.data.train_batch_size)
-            indices = self.sampler.take(count, asked)
+            self.selector.check_enough_left()
+            indices = self.selector.take(count, asked)
             rows = [self._answered([index], f"group{number + i}") for i, index in enumerate(indices)]
         except DataFailed as error:
             raise RunStopped(f"group {number}: {error}") from error
@@ -288,34 +246,6 @@ class TrajectoryCollector:
         sampling = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
         return with_seeds(prompts, seeds, do_sample=do_sample, **sampling, **more)
 
-    def _informative(self) -> np.ndarray:
-        """Return which usable rows teach something, [N] bool.
-
-        With `prompt_selection.filter_groups` these are the rows of groups whose members differ, or whose
-        right answers differ in searches, if that gives them an advantage (`algorithm.thrift`). Without it
-        they are all usable rows.
-        """
-        algorithm = self.config.algorithm
-        batch = self._batch
-        keys = self.passes.reward_keys
-        filters = self.config.prompt_selection.filter_groups
-        metric = filters.metric
-        if not filters.enable:
-            return self._usable
-        if metric is None and keys:
-            columns = [values_named(batch, name, "algorithm.gdpo_reward_keys") for name in keys]
-            compared = np.stack(columns, axis=1)
-        elif metric in (None, "seq_reward"):
-            compared = batch.tensors["outcome"].double().numpy()
-        else:
-            if metric == "acc" and "acc" not in batch.non_tensor_batch["reward_extra"][0]:
-                metric = "em"
-            compared = values_named(batch, metric, "prompt_selection.filter_groups.metric")
-        informative = informative_rows(compared, batch.non_tensor_batch["uid"], self._usable)
-        if algorithm.thrift:
-            informative |= can_save_searches(batch, self._usable)
-        return informative
-
     # ----------------------------------------------------------------------------------- what is learnt
 
     def selected(
@@ -333,7 +263,9 @@ class TrajectoryCollector:
         Raises:
             RunStopped: if no row is trainable.
         """
-        self._say_if_incomplete(step)
+        incomplete = self.selector.describe_incomplete(self._counts())
+        if incomplete is not None:
+            self.say(f"step {step}: {incomplete}")
         batch = self._batch
         chosen = self._chosen
         metrics = self._metrics(seconds)
@@ -405,20 +337,11 @@ class TrajectoryCollector:
             metrics["timing_per_token_ms/gen"] = seconds * 1000 / num_sampled
         if algorithm.overlong_filter:
             metrics["filter/overlong"] = float(reasons.count("length"))
-        if self.config.prompt_selection.filter_groups.enable:
-            num_groups = len(set(uids[usable]))
-            num_informative = len(set(uids[self._chosen]))
-            metrics |= {
-                "filter/groups": float(num_groups),
-                "filter/groups_left_out": float(num_groups - num_informative),
-                "filter/num_gen_batches": float(len(self._rounds)),
-                "groups/effective_share": num_informative / max(num_groups, 1),
-            }
-        metrics |= self.sampler.metrics()
+        metrics |= self.selector.metrics(self._counts(), num_usable=len(set(uids[usable])))
         if isinstance(self.dataset, Mixture):
             sources = dict(zip(uids, columns["source"], strict=True))
             unsolved = set(uids[usable & ~solved_rows(batch)])
-            metrics |= self.dataset.metrics(sources, _scores_by(batch, "uid", usable), unsolved)
+            metrics |= self.dataset.metrics(sources, scores_by(batch, "uid", usable), unsolved)
         metrics |= verifier_metrics(columns["verdicts"].tolist())
         metrics |= self._kind_metrics([row for row, score in enumerate(scores) if score is not None])
         if usable.any():
@@ -467,7 +390,7 @@ class TrajectoryCollector:
 
     def take_state(self) -> None:
         """Note what the next step depends on, so that `save` may be called in the middle of it."""
-        self._state = self.unfinished, self.sampler.history()
+        self._state = self.unfinished, self.selector.history()
 
     def save(self, folder: Path) -> None:
         """Write what `take_state` noted into a checkpoint; the sampler's position is not part of it."""
@@ -492,19 +415,8 @@ class TrajectoryCollector:
             if path.exists():
                 with np.load(path) as stored:
                     history |= dict(stored)
-        self.sampler.load_history(history)
+        self.selector.load_history(history)
         self.take_state()
-
-
-def _scores_by(batch: DataProto, column: str, usable: np.ndarray) -> dict[Any, list[float]]:
-    """Return the scores of the usable rows, before costs and penalties, by the value of the column."""
-    scores: dict[Any, list[float]] = defaultdict(list)
-    values = batch.non_tensor_batch[column]
-    extra = batch.non_tensor_batch["reward_extra"]
-    for value, row, is_usable in zip(values, extra, usable, strict=True):
-        if is_usable:
-            scores[value].append(float(row["score"]))
-    return scores
 
 
 def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = False) -> np.ndarray:
@@ -530,27 +442,6 @@ def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = 
         group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1]
         usable &= (np.bincount(group, usable)[group] > 1) | (np.bincount(group)[group] == 1)
     return usable
-
-
-def informative_rows(values: np.ndarray, uids: np.ndarray, usable: np.ndarray) -> np.ndarray:
-    """Return the usable rows of groups whose members differ in some value, [N] bool.
-
-    A group whose members all have the same reward gives every token an advantage of 0 (DAPO's dynamic
-    sampling, arXiv:2503.14476, eq. 11, leaves out groups that are all right or all wrong).
-
-    Args:
-        values: the K numbers that are compared, [N] or [N, K] float; rows that are not usable are not read.
-        uids: the group of each row.
-        usable: which rows are usable, [N] bool.
-    """
-    values = values.reshape(len(values), -1)
-    group = np.unique(uids.astype(str), return_inverse=True)[1]
-    highest = np.full(values.shape, -np.inf)
-    lowest = np.full(values.shape, np.inf)
-    np.maximum.at(highest, group[usable], values[usable])
-    np.minimum.at(lowest, group[usable], values[usable])
-    differs: np.ndarray = np.any(highest > lowest, axis=1)
-    return usable & differs[group]
 
 
 def with_greedy_baselines(batch: DataProto, greedy: DataProto) -> tuple[DataProto, dict[str, float]]:

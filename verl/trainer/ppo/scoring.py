@@ -8,7 +8,7 @@ scores, the passes' columns -> AdvantageInputs -> advantages, returns [N, R]
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -283,6 +283,17 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
     fields["em"] = np.array(answers["em"], dtype=object)
     fields["f1"] = np.array(answers["f1"], dtype=object)
     return answers
+
+
+def scores_by(batch: DataProto, column: str, usable: np.ndarray) -> dict[Any, list[float]]:
+    """Return the scores of the usable rows, before costs and penalties, by the value of the column."""
+    scores: dict[Any, list[float]] = defaultdict(list)
+    values = batch.non_tensor_batch[column]
+    extra = batch.non_tensor_batch["reward_extra"]
+    for value, row, is_usable in zip(values, extra, usable, strict=True):
+        if is_usable:
+            scores[value].append(float(row["score"]))
+    return scores
 
 
 def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
