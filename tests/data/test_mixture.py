@@ -124,7 +124,8 @@ def test_a_source_names_verifier_and_environment_of_rows_that_name_none(tmp_path
         {"path": str(path), "verifier": "math", "env_class": "text2sql", "name": "n"},
         settings=["data.train_batch_size=1"],
     )
-    first, second = rows.rows_to_check()
+    dataset = rows.datasets[0]
+    first, second = [dataset.read_row(row).columns for _, row in dataset.rows_to_check()]
     assert first["reward_model"]["ground_truth"]["verifiers"] == [
         {"name": "math", "label": "7", "weight": 1.0}
     ]
@@ -210,7 +211,8 @@ def test_a_source_may_be_a_verifiers_environment(tmp_path, monkeypatch, files):
     drawn = [rows[i] for i in sampler.take(8)]
     own = [row for row in drawn if row["source"] == "doubles-for-mixture"]
     assert len(rows) == 110 and len(own) == 4 and b"?" in bytes(own[0]["raw_prompt_ids"])
-    first = next(iter(rows.rows_to_check()))
+    dataset = rows.datasets[0]
+    first = dataset.read_row(dataset.rows[0]).columns
     assert first["env_class"] == "verifiers" and json.loads(first["verifiers"])["row"]["answer"] == "0"
 
 

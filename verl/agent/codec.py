@@ -113,10 +113,8 @@ class Codec:
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Return the tokens of a prompt, encoded as in a row of the data.
 
-        Without a chat template the contents of all messages are put end to end.
+        Without a chat template the contents of all messages are put end to end (`joined_contents`).
         """
-        if not self.tokenizer.chat_template:
-            messages = [{"role": "user", "content": "".join(message["content"] for message in messages)}]
         return encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
 
     def chat_ids(self, messages: Sequence[Message], last_id: int | None) -> tuple[int, ...]:

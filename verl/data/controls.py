@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from verl.config.mixture import EMPTY, OWN, SHUFFLED
-from verl.data.rl_dataset import RLHFDataset, Row
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.row_cells import Row, struct_cell
 from verl.data.row_environments import check_controlled
 from verl.environments.registry import SEARCH
 from verl.records.trajectories import find_question
@@ -88,7 +89,7 @@ def with_retriever(dataset: RLHFDataset, retriever: str, seed: int, num_searches
                 "kind": SHUFFLED,
                 "question": question,
                 "others": [circle[index % len(circle)] for index in following],
-                "gold_titles": [] if titles is None else [str(title) for title in titles],
+                "gold_titles": _titles(titles),
             }
         )
     return ControlledDataset(dataset, controls)
@@ -103,5 +104,11 @@ def question_of(dataset: RLHFDataset, row: Row) -> str:
 
 
 def _extra_info(row: Row) -> Mapping[str, Any]:
-    extra_info = row.get("extra_info")
-    return extra_info if isinstance(extra_info, Mapping) else {}
+    return struct_cell(row.get("extra_info"), "extra_info") or {}
+
+
+def _titles(value: Any) -> list[str]:
+    """Return the titles in a cell of titles, or of a single one."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else [str(title) for title in np.atleast_1d(value)]

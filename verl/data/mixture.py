@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from verl.config import Config
 from verl.config.keys import as_list
 from verl.config.mixture import Source, sources_of
 from verl.data.difficulty_pools import DifficultyPools
-from verl.data.rl_dataset import PromptSampler, RLHFDataset, Row, row_settings
+from verl.data.rl_dataset import PromptSampler, RLHFDataset, row_settings
+from verl.data.row_cells import Row, is_missing, reward_cell
 from verl.data.streaming import RowStream, StreamSampler, is_large
+from verl.utils.rows import truth_struct
 
 
 class Mixture:
@@ -59,10 +61,6 @@ class Mixture:
         row = self.datasets[number][index - int(self.starts[number])]
         return row | {"index": index, "source": source.name, "num_answers": source.n}
 
-    def rows_to_check(self) -> Iterator[Row]:
-        """Return the rows that can be checked before the run starts."""
-        return chain.from_iterable(dataset.rows_to_check() for dataset in self.datasets)
-
     def metrics(
         self,
         source_of_group: Mapping[Any, str],
@@ -96,25 +94,29 @@ class Mixture:
         return int(np.searchsorted(self.starts, index, side="right")) - 1
 
 
-def row_adapter(source: Source) -> Callable[[Row], Row]:
-    """Return a function that completes a source's rows.
+@dataclass(frozen=True)
+class RowAdapter:
+    """A function that completes a source's rows.
 
     It adds the source's name, verifier and environment where a row names none.
     """
 
-    def adapt(row: Row) -> Row:
-        row = {"data_source": source.name, **row}
-        if source.env_class is not None and row.get("env_class") is None:
+    source: Source
+
+    def __call__(self, row: Row) -> Row:
+        source = self.source
+        row = dict(row)
+        if is_missing(row.get("data_source")):
+            row["data_source"] = source.name
+        if source.env_class is not None and is_missing(row.get("env_class")):
             row["env_class"] = source.env_class
-        reward = row.get("reward_model")
-        reward = row.get("reward_spec") if reward is None else reward
+        named_reward = reward_cell(row)
+        reward = None if named_reward is None else named_reward[1]
         if source.verifier is not None:
-            reward = with_verifier(dict(reward or {}), source.verifier)
+            reward = with_verifier(reward or {}, source.verifier)
         elif reward is None:
             reward = {"style": "rule", "ground_truth": None}  # the environment has the reward
         return row | {"reward_model": reward}
-
-    return adapt
 
 
 def with_verifier(reward_model: dict[str, Any], name: str) -> dict[str, Any]:
@@ -123,6 +125,8 @@ def with_verifier(reward_model: dict[str, Any], name: str) -> dict[str, Any]:
     The verifier's label is the row's ground truth, or its golden answers.
     """
     truth = reward_model.get("ground_truth")
+    struct = truth_struct(truth)
+    truth = truth if struct is None else struct
     if isinstance(truth, Mapping) and truth.get("verifiers") is not None:
         return reward_model
     label = truth["target"] if isinstance(truth, Mapping) and truth.get("target") is not None else truth
@@ -281,12 +285,12 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     weights = []
     for source in sources:
         if source.env is None:
-            dataset = read(source.files, row_adapter(source))
+            dataset = read(source.files, RowAdapter(source))
         else:
             from verl.environments.adapters import verifiers_rows
 
             rows = verifiers_rows(source.env["id"], source.env.get("args") or {})
-            dataset = RLHFDataset(rows, tokenizer, settings, adapt=row_adapter(source))
+            dataset = RLHFDataset(rows, tokenizer, settings, adapt=RowAdapter(source))
         weights.append(source.weight(len(dataset)))
         dataset.limit_rows(source.rows_to_use(len(dataset)))
         datasets.append(dataset)

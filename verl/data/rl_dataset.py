@@ -9,23 +9,35 @@ which may be missing. Other columns are kept, and are passed to the row's enviro
 Rows of such an environment are SkyRL's, and data_source and the reward's column may be missing.
 """
 
+from __future__ import annotations
+
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.config import Config
+from verl.data.row_cells import (
+    CellError,
+    Row,
+    chat_messages,
+    is_missing,
+    reward_cell,
+    struct_cell,
+    text_cell,
+    without_nulls,
+)
 from verl.environments.registry import SEARCH
 from verl.utils.json_files import to_jsonable
 from verl.utils.rows import row_max_turns
-from verl.utils.text import encodable
-
-Row = dict[str, Any]
+from verl.utils.text import encodable, is_encodable
 
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
 _VERL_DEFAULTS: Row = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
@@ -43,8 +55,8 @@ class RLHFDataset:
     Args:
         parquet_files: a file (.parquet or .jsonl) or several, read one after the other; "~" is expanded. Or
             the rows themselves.
-        tokenizer: that of the policy. Its chat template is used if it has one, otherwise the first message's
-            content.
+        tokenizer: that of the policy; None if the rows are only read. Its chat template is used if it has
+            one, otherwise the contents of all messages.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
             max_start_length; and env_class, the environment of rows that name none.
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
@@ -68,9 +80,17 @@ class RLHFDataset:
     ) -> None:
         self._set_up(tokenizer, data_config or verl_arguments, adapt)
         files = [parquet_files] if isinstance(parquet_files, str) else parquet_files
+        self._files = [file for file in files if isinstance(file, str)]
         self.rows: list[Row] = []
-        for file in files:
-            self.rows += read_rows(file, self.check_columns) if isinstance(file, str) else [file]
+        self.places: list[tuple[str, int]] = []
+        for number, file in enumerate(files):
+            if not isinstance(file, str):
+                self.rows.append(file)
+                self.places.append(("the rows given", number))
+                continue
+            for row_number, row in read_rows(file, self.check_columns):
+                self.rows.append(row)
+                self.places.append((file, row_number))
         origin = ", ".join(file for file in files if isinstance(file, str)) or "the rows given"
         if num_rows is not None and num_rows > len(self):
             raise ValueError(
@@ -78,11 +98,9 @@ class RLHFDataset:
                 "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
             )
         self.limit_rows(num_rows)
-        if adapt is not None:
-            self.rows = list(map(adapt, self.rows))
         if not self.rows:
             raise ValueError(f"Found no rows in {origin}; expected at least one.")
-        if self.config["truncation"] != "left":
+        if self.config["truncation"] != "left" and tokenizer is not None:
             self._check_lengths(origin)
         self.index_end = len(self)  # one more than the largest index of a row
 
@@ -99,6 +117,7 @@ class RLHFDataset:
         if num_rows is not None:
             chosen = np.random.RandomState(_SUBSET_SEED).choice(len(self), num_rows, replace=False)
             self.rows = [self.rows[i] for i in chosen]
+            self.places = [self.places[i] for i in chosen]
 
     def check_columns(self, columns: Iterable[str], where: str) -> None:
         """Raise ValueError if a row with these columns can't be asked and scored."""
@@ -111,12 +130,56 @@ class RLHFDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def rows_to_check(self) -> Iterable[Row]:
-        """Return the rows that can be checked before the run starts."""
-        return self.rows
+    def rows_to_check(self) -> Iterator[tuple[Any, Row]]:
+        """Yield all rows as they are in the files, each with what `place_name` makes its place of."""
+        return zip(self.places, self.rows, strict=True)
+
+    def files_of_rows(self) -> list[str] | None:
+        """Return the files of the rows, or None if the rows were given."""
+        return self._files or None
+
+    def place_name(self, place: Any) -> str:
+        """Return where a row is, for messages: its file, and its row or line."""
+        return row_name(*place)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.encode_row(self.rows[index], index)
+
+    def read_row(self, row: Row) -> ReadRow:
+        """Read the cells of a row. Nothing is rendered or encoded.
+
+        Raises CellError, with the column, if a cell is none that a run can use.
+        """
+        row = self.adapt(row) if self.adapt is not None else row
+        messages = self.messages_of(row)
+        env_class = self.env_class_of(row)
+        try:
+            max_turns = row_max_turns(row)
+        except ValueError as error:
+            raise CellError("max_turns", str(error)) from error
+        named_reward = reward_cell(row)
+        reward = {"ground_truth": None} if named_reward is None else named_reward[1]
+        if named_reward is None and row.get("ground_truth") is not None:  # Open-Instruct's columns
+            reward = {"verifier": row.get("dataset"), "ground_truth": row["ground_truth"]}
+        extra_info = struct_cell(row.get("extra_info"), "extra_info") or {}
+        question = extra_info.get("question")
+        if isinstance(question, str) and not is_encodable(question):
+            raise CellError("extra_info", "found a question with half of a letter; expected whole letters")
+        source = text_cell(row.get("data_source"), "data_source")
+        extras: Row = {}
+        if env_class != SEARCH:
+            extras = {name: to_jsonable(value) for name, value in row.items() if name != self.prompt_key}
+            if named_reward is not None:
+                spec = to_jsonable(named_reward[1])
+                names = ("reward_model", "reward_spec")
+                extras |= {name: spec for name in names if name == named_reward[0] or row.get(name) is None}
+            if isinstance(row.get("extra_info"), str):
+                extras["extra_info"] = to_jsonable(extra_info)
+        elif max_turns is not None:
+            extras = {"max_turns": max_turns}
+        return ReadRow(
+            messages, env_class, source or env_class.replace(":", "."), reward, extra_info, extras, row
+        )
 
     def encode_row(self, row: Row, index: int) -> dict[str, Any]:
         """Return a row in the form in which it is asked.
@@ -130,44 +193,38 @@ class RLHFDataset:
             - episode: what the environment gets (env_class, prompt in messages, extras: all columns but the
               prompt), or None for a search as the configuration has it.
         """
-        row = self.adapt(row) if self.adapt is not None else row
-        messages = self.messages_of(row)
+        cells = self.read_row(row)
         limit = self.config["max_start_length"]
-        ids = encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
+        ids = encode_prompt(self.tokenizer, prompt_text(self.tokenizer, cells.messages))
         if len(ids) > limit and not self._has_warned:
             self._has_warned = True
             print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={limit} are used")
-        extra_info = row.get("extra_info")
-        env_class = self.env_class_of(row)
-        rewards = {name: row.get(name) for name in ("reward_model", "reward_spec")}
-        reward = next((value for value in rewards.values() if value is not None), None)
         episode = None
-        if env_class != SEARCH:
-            extras = {name: to_jsonable(value) for name, value in row.items() if name != self.prompt_key}
-            if reward is not None:
-                extras |= {name: to_jsonable(reward) for name, cell in rewards.items() if cell is None}
-            episode = {"env_class": env_class, "prompt": messages, "extras": extras}
-        elif (max_turns := row_max_turns(row)) is not None:
-            episode = {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": max_turns}}
+        if cells.env_class != SEARCH:
+            episode = {"env_class": cells.env_class, "prompt": cells.messages, "extras": cells.extras}
+        elif cells.extras:
+            episode = {"env_class": SEARCH, "prompt": [], "extras": cells.extras}
         return {
             "raw_prompt_ids": cut_prompt(self.tokenizer, ids, limit),
-            "data_source": row.get("data_source") or env_class.replace(":", "."),
-            "reward_model": reward if isinstance(reward, Mapping) else {"ground_truth": None},
-            "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
+            "data_source": cells.data_source,
+            "reward_model": cells.reward_model,
+            "extra_info": cells.extra_info,
             "index": index,
             "episode": episode,
         }
 
     def env_class_of(self, row: Row) -> str:
-        """Return the environment that a row names, or else that of the configuration."""
-        named = row.get("env_class")
-        if isinstance(named, str) and named:
-            return named
+        """Return the environment that a row names, or else that of the configuration.
+
+        Raises CellError if the row's cell is no text.
+        """
         default: str = self.config["env_class"]
-        return default
+        return text_cell(row.get("env_class"), "env_class") or default
 
     def messages_of(self, row: Row) -> list[dict[str, Any]]:
-        """Return a row's prompt as chat messages."""
+        """Return a row's prompt as chat messages. Raises CellError if the cell holds none."""
+        if is_missing(row.get(self.prompt_key)):
+            raise CellError(self.prompt_key, f"{self.prompt_key} holds None; expected text or chat messages")
         return chat_messages(row[self.prompt_key], self.prompt_key)
 
     def too_long(self, row: Row) -> str | None:
@@ -202,6 +259,30 @@ class RLHFDataset:
             raise self.length_error(f"{too_long} (the first: row {first}, {text})")
         print(f"note: {too_long} are skipped (data.truncation=skip)")
         self.rows = [row for i, row in enumerate(self.rows) if i not in problems]
+        self.places = [place for i, place in enumerate(self.places) if i not in problems]
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """The cells of a row, read.
+
+    Attributes:
+        messages: the prompt as chat messages.
+        env_class: the environment of the row.
+        data_source: the row's source; the environment's name if the row has none.
+        reward_model: the reward's struct, with `ground_truth`.
+        extra_info: the struct `extra_info`; empty if the row has none.
+        extras: what the environment gets of the row.
+        columns: the row itself, completed by its source.
+    """
+
+    messages: list[dict[str, Any]]
+    env_class: str
+    data_source: str
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+    extras: Row
+    columns: Row
 
 
 class DataFailed(RuntimeError):
@@ -413,8 +494,8 @@ class PromptSampler:
 
 def read_rows(
     file: str, check: Callable[[Iterable[str], str], None], columns: Sequence[str] | None = None
-) -> list[Row]:
-    """Read all rows of a file.
+) -> Iterator[tuple[int, Row]]:
+    """Yield all rows of a file, each with the number of its row (from 0), or of its line in jsonl (from 1).
 
     Args:
         file: a parquet or jsonl file; "~" is expanded.
@@ -422,27 +503,64 @@ def read_rows(
         columns: of a parquet file only these columns are read, as far as it has them; None: all.
 
     Raises:
-        ValueError: there is no such file, or a line of jsonl holds no row.
+        ValueError: there is no such file, a line of jsonl holds no row, or a parquet file can't be read.
     """
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file.")
     if path.suffix == ".jsonl":
         with path.open("rb") as lines:
-            numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1))
-            return [json_row(line, where, check) for where, line in numbered if line.strip()]
-    names = pq.read_schema(path).names
-    check(names, str(path))
-    selected = None if columns is None else [name for name in names if name in columns]
-    rows: list[Row] = pq.read_table(path, columns=selected).to_pylist()
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, json_row(line, f"{path}, line {number}", check)
+        return
+    try:
+        names = pq.read_schema(path).names
+        check(names, str(path))
+        selected = None if columns is None else [name for name in names if name in columns]
+        yield from enumerate(table_rows(pq.read_table(path, columns=selected)))
+    except (pa.ArrowException, UnicodeDecodeError, KeyError) as error:
+        raise ValueError(f"Found {path}, which can't be read ({error}); expected a parquet file.") from error
+
+
+def table_rows(table: pa.Table | pa.RecordBatch) -> list[Row]:
+    """Return the rows of a table, with maps as structs.
+
+    A table has one struct for all rows of a column, so structs lose the entries that are null.
+    """
+    rows: list[Row] = table.to_pylist(maps_as_pydicts="strict")
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        if _has_null_entries(column):
+            for row in rows:
+                row[name] = without_nulls(row[name])
     return rows
+
+
+def _has_null_entries(column: pa.ChunkedArray | pa.Array) -> bool:
+    """Return whether an entry of a struct in a column may be null."""
+    if isinstance(column, pa.ChunkedArray):
+        return any(map(_has_null_entries, column.chunks))
+    if pa.types.is_struct(column.type):
+        entries = [column.field(index) for index in range(column.type.num_fields)]
+        return any(entry.null_count > 0 or _has_null_entries(entry) for entry in entries)
+    if pa.types.is_map(column.type):
+        return column.items.null_count > 0 or _has_null_entries(column.items)
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if is_list or pa.types.is_fixed_size_list(column.type):
+        return _has_null_entries(column.values)
+    return False
+
+
+def row_name(file: str, number: int) -> str:
+    """Return where a row is, for messages, by the number that `read_rows` has for it."""
+    return f"{file}, {'line' if file.endswith('.jsonl') else 'row'} {number}"
 
 
 def json_row(line: bytes, where: str, check: Callable[[Iterable[str], str], None]) -> Row:
     """Return the row in a line of a jsonl file. Raises ValueError if it holds no row."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: found no JSON ({error}); expected one row a line.") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: found {type(row).__name__}; expected an object with a row's columns.")
@@ -459,42 +577,41 @@ def require_columns(columns: Iterable[str], needed: Sequence[str], where: str, a
         )
 
 
-def chat_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Return a cell as chat messages, without their entries that are null; plain text is one user message.
-
-    Raises ValueError if the cell is neither text nor chat messages.
-    """
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, Sequence | np.ndarray) or len(value) == 0:
-        raise ValueError(f"{column} holds {short_repr(value)}; expected text or chat messages")
-    messages: list[dict[str, Any]] = []
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} of {column} is {short_repr(message)}; expected {{role, content}}")
-        entries = {name: item for name, item in message.items() if item is not None}
-        if not isinstance(entries.get("content"), str) and not entries.get("tool_calls"):
-            raise ValueError(f"message {i} of {column} has the content {short_repr(message.get('content'))}")
-        messages.append(entries)
-    return messages
-
-
-def short_repr(value: Any) -> str:
-    """Return a value as it appears in an error message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def prompt_text(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
     """Return the text that the policy continues.
 
-    This is the chat template up to the policy's turn, or the first message if there is no chat template.
-    `tools` are OpenAI's descriptions, for templates that support tools.
+    This is the chat template up to the policy's turn. Without a chat template, these are the contents of all
+    messages, end to end.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        messages: the messages.
+        tools: OpenAI's descriptions, for templates that support tools.
     """
     if tokenizer.chat_template:
         options = {} if tools is None else {"tools": tools}
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
-    return messages[0]["content"]
+    return joined_contents(messages)
+
+
+def joined_contents(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the contents of messages, end to end.
+
+    A message begins on a new line if white space does not end the message before it. Raises ValueError for
+    calls of tools, which only a chat template can write.
+    """
+    text = ""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise ValueError(
+                f"Found no text in message {number} and no chat template; expected a content in each "
+                "message, or a tokenizer whose template writes calls of tools."
+            )
+        if text and content and not text[-1].isspace() and not content[0].isspace():
+            text += "\n"
+        text += content
+    return text
 
 
 def opening_ids(tokenizer: Any) -> list[int]:

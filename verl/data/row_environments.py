@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.config import Config
@@ -64,7 +65,7 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
     """
     names = set[str]()
     seen = set[tuple[bytes, ...]]()
-    with suppress(ValueError, OSError):  # errors of pyarrow and json
+    with suppress(ValueError, OSError, RecursionError, pa.ArrowException):
         if path.suffix == ".jsonl":
             with path.open("rb") as lines:
                 for line in lines:  # a line is parsed only if it may name a new environment
@@ -74,10 +75,11 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
                     seen.add(texts)
                     record = json.loads(line) if texts else {}
                     if isinstance(record, dict):
-                        names.add(record.get("env_class") or "")
+                        name = record.get("env_class")
+                        names.add(name if isinstance(name, str) else "")
         elif "env_class" in pq.read_schema(path).names:
             column = pq.read_table(path, columns=["env_class"])[0]
-            names.update(name or "" for name in column.unique().to_pylist())
+            names.update(name if isinstance(name, str) else "" for name in column.unique().to_pylist())
     return frozenset(names or {""})
 
 

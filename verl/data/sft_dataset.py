@@ -23,9 +23,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from verl.data.rl_dataset import chat_messages, opening_ids, read_rows, require_columns, short_repr
+from verl.data.rl_dataset import opening_ids, read_rows, require_columns, row_name
+from verl.data.row_cells import chat_messages
 from verl.protocol import DataProto
-from verl.utils.text import encodable
+from verl.utils.text import encodable, short_repr
 
 Segment = tuple[str, bool]  # (text, whether its tokens are trained)
 
@@ -83,8 +84,8 @@ class SFTDataset:
         files = [files] if isinstance(files, str) else files
         optional = [multiturn["tools_key"], multiturn["enable_thinking_key"]] if multiturn["enable"] else []
         for file in files:
-            for number, row in enumerate(read_rows(file, check, needed + optional)):
-                name = f"row {number} of {Path(file).name}"
+            for number, row in read_rows(file, check, needed + optional):
+                name = row_name(Path(file).name, number)
                 try:
                     ids, trained = self._encoded(segments_of(row), ends_with_eos=not multiturn["enable"])
                 except ValueError as error:

@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.rl_dataset import DataFailed, PromptSampler, RLHFDataset, Row, json_row
+from verl.data.rl_dataset import DataFailed, PromptSampler, RLHFDataset, json_row, row_name, table_rows
+from verl.data.row_cells import Row
 
 BLOCK_ROWS = 512
 PIECE_BYTES = 2**20
@@ -32,7 +33,6 @@ WINDOW_BYTES = 32 * 2**20
 STREAMED_ROWS = 200_000
 STREAMED_BYTES = {".parquet": 256 * 2**20, ".jsonl": 64 * 2**20}
 _STEPS_AHEAD = 2
-_CHECKED_ROWS = 200
 
 # The index of a row, and where it is: a batch and the row's number in it, or a path and the line.
 StoredRow = tuple[int, Any, Any]
@@ -131,8 +131,31 @@ class RowStream(RLHFDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.ready[index]
 
-    def rows_to_check(self) -> Iterable[Row]:
-        return map(self.decode_row, self.read_window(next(self.windows(None)))[:_CHECKED_ROWS])
+    def rows_to_check(self) -> Iterator[tuple[Any, Row]]:
+        """Yield all rows in the order of the files, each with its index as its place."""
+        for blocks in self.windows(None):
+            rows = self.read_window(blocks)
+            for source, batch_rows in groupby(rows, key=lambda stored: stored[1]):
+                stored_rows = list(batch_rows)
+                if isinstance(source, pa.RecordBatch):
+                    decoded = table_rows(source)
+                    yield from ((index, decoded[inner]) for index, _, inner in stored_rows)
+                else:
+                    yield from ((stored[0], self.decode_row(stored)) for stored in stored_rows)
+
+    def files_of_rows(self) -> list[str] | None:
+        return list(map(str, self.files))
+
+    def place_name(self, place: int) -> str:
+        """Return the file and the row or line of an index."""
+        block = next(block for block in self.groups if block.start <= place < block.stop)
+        path = self.files[block.file]
+        first = min(other.first for other in self.groups if other.file == block.file)
+        number = place - first
+        if block.group < 0:  # the index counts bytes
+            with path.open("rb") as file:
+                number = file.read(number).count(b"\n") + 1
+        return row_name(str(path), number)
 
     def windows(self, rng: np.random.Generator | None) -> Iterator[list[RowBlock]]:
         """Yield the blocks of each window of an epoch, in order.
@@ -200,14 +223,12 @@ class RowStream(RLHFDataset):
     def decode_row(self, stored: StoredRow) -> Row:
         """Return the row of an entry of `read_window`.
 
-        Raises ValueError if a line is no row, or lacks a column.
+        The row is as it is in the file. Raises ValueError if a line is no row, or lacks a column.
         """
         _index, source, inner = stored
         if isinstance(source, pa.RecordBatch):
-            row: Row = source.slice(inner, 1).to_pylist()[0]
-        else:
-            row = json_row(inner, f"{source}, the line that begins {inner[:40]!r}", self.check_columns)
-        return row if self.adapt is None else self.adapt(row)
+            return table_rows(source.slice(inner, 1))[0]
+        return json_row(inner, f"{source}, the line that begins {inner[:40]!r}", self.check_columns)
 
 
 class Cursor(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_text
 from verl.verifiers.math import last_boxed, minerva_form
 from verl.verifiers.workers import CheckFailed, shared_workers
 
@@ -31,7 +31,7 @@ class AIMEEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
-        self.gold = minerva_form(str(gold_answer(extras))).strip()
+        self.gold = minerva_form(gold_text(extras)).strip()
         self.is_right = False
         self.workers = shared_workers("verl.verifiers.math:same_by_math_verify", CPU_SECONDS, ("0.50", "1/2"))
 

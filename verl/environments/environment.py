@@ -244,6 +244,19 @@ def gold_answer(extras: Mapping[str, Any] | None) -> Any:
     raise ValueError(f"Found a row with the columns {sorted(extras)}; expected its right answer in {names}.")
 
 
+def gold_text(extras: Mapping[str, Any] | None) -> str:
+    """Return the row's right answer as text.
+
+    Raises ValueError if the row has none, or one that is neither text nor a number.
+    """
+    gold = gold_answer(extras)
+    is_number = isinstance(gold, Real) and not isinstance(gold, bool) and math.isfinite(gold)
+    if not is_number and not (isinstance(gold, str) and gold.strip()):
+        raise ValueError(f"Found the right answer {gold!r:.200}; expected text or a number.")
+    # A whole number from a column of numbers may be a float.
+    return str(int(gold)) if isinstance(gold, float) and gold.is_integer() else str(gold)
+
+
 def check_stop(stop: Any) -> None:
     """Raise ValueError unless the strings that end a turn are a tuple or list of strings."""
     if not isinstance(stop, tuple | list) or not all(isinstance(text, str) for text in stop):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_text
 from verl.utils.rows import row_max_turns
 
 FORM_REWARD = 0.2  # the most that all turns together earn for numbers that are not right
@@ -37,7 +37,7 @@ class GSM8kEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
-        self.gold = str(gold_answer(extras))
+        self.gold = gold_text(extras)
         self.max_turns = row_max_turns(extras or {}) or type(self).max_turns
         self.method = (env_config or {}).get("method", "strict")
         if self.method not in _NUMBERS:

@@ -23,7 +23,7 @@ from verl.environments.environment import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
     ToolGroup,
-    gold_answer,
+    gold_text,
     tool,
 )
 from verl.environments.gsm8k import extract_number
@@ -92,7 +92,7 @@ class SearchCodeEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         config = {**DEFAULTS, **(env_config or {})}
-        self.gold = str(gold_answer(extras))
+        self.gold = gold_text(extras)
         self.actions = list[str]()
         self.max_turns = row_max_turns(extras or {}) or type(self).max_turns
         search = SearchGroup(config["search_url"], int(config["topk"]), float(config["timeout"]))

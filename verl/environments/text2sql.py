@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, gold_text
 from verl.utils.errors import CouldNotVerify
 from verl.utils.rows import row_max_turns
 from verl.verifiers.workers import CheckFailed, LimitExceeded, shared_workers
@@ -71,7 +71,7 @@ class SQLEnv(BaseTextEnv):
         super().__init__()
         config = env_config or {}
         row = extras or {}
-        self.gold = str(gold_answer(row))
+        self.gold = gold_text(row)
         self.actions = list[str]()
         self.max_turns = row_max_turns(row) or type(self).max_turns
         self.seconds = float(config.get("seconds") or 5)

@@ -321,6 +321,7 @@ def evaluate(
     with announce("loading the libraries", sys.stderr), gc_paused():
         from verl.data.controls import with_retriever
         from verl.data.rl_dataset import RLHFDataset, row_settings
+        from verl.data.row_check import RowCheck
         from verl.evaluation.rollouts import Benchmark, EvaluationSettings, format_figure
         from verl.trainer.ppo.scoring import RewardManager
         from verl.utils.reward_score import load_reward_function
@@ -358,7 +359,8 @@ def evaluate(
         datasets: list[RLHFDataset] = []
         for path in options.benchmarks:
             dataset = RLHFDataset(str(path), agent.tokenizer, data, options.n)
-            verifiers.check_rows(dataset.rows_to_check())
+            row_tokenizer = agent.tokenizer if hasattr(agent.tokenizer, "vocab_size") else None
+            RowCheck.of(config, [dataset], row_tokenizer, None, verifiers).check()
             datasets.append(dataset)
             settings = {
                 "model": str(folder or options.model),

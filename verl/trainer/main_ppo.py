@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from verl.utils.reward_score import RewardFunction
 
 
+# The loading of the models waits so long for mistakes in rows; the first step waits for all rows.
+_SECONDS_FOR_ROWS = 2.0
+
+
 def worker_classes(config: Config) -> tuple[type[Worker], type[Worker]]:
     """Return the class of the actor and that of the critic, both on FSDP2 or both on megatron-core."""
     from verl.workers import fsdp_workers, megatron_workers
@@ -78,8 +82,9 @@ def build_trainer(
         stop_request: says whether the run shall end after the present step.
     """
     with gc_paused():
-        from verl.data.mixture import training_rows
+        from verl.data.mixture import Mixture, training_rows
         from verl.data.rl_dataset import RLHFDataset, row_settings
+        from verl.data.row_check import RowCheck
         from verl.planning.passes import Passes
         from verl.planning.placement import Role, build_pools, roles_of, samples_apart
         from verl.trainer.ppo.held_out import HeldOutSets, read_sets
@@ -89,6 +94,7 @@ def build_trainer(
         from verl.utils.reward_score import load_reward_function
         from verl.verifiers.registry import Verifiers
         from verl.verifiers.verifier import VerifierSettings
+        from verl.workers.engine.loading import load_hf_config
 
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")
     paths = [*(f"actor_rollout_ref.{key}" for key in folders), "critic.model.path"]
@@ -104,8 +110,16 @@ def build_trainer(
     evals = read_sets(config, tokenizer, data, val_dataset)
     verifiers = Verifiers(VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir)))
     val_reward_fn = RewardManager(tokenizer, 0, user_score, verifiers)
-    for dataset in (train_dataset, val_dataset, *(rows for _, rows in evals)):
-        verifiers.check_rows(dataset.rows_to_check())
+    extra_val_dataset = RLHFDataset(extra, tokenizer, data, None) if extra else None
+    datasets = [
+        val_dataset,
+        *(train_dataset.datasets if isinstance(train_dataset, Mixture) else [train_dataset]),
+    ]
+    datasets += [] if extra_val_dataset is None else [extra_val_dataset]
+    datasets += [rows for held_out, rows in evals if not held_out.of_validation]
+    vocab_size = load_hf_config(model).get_text_config().vocab_size
+    row_check = RowCheck.of(config, datasets, tokenizer, vocab_size, verifiers).start()
+    row_check.wait(_SECONDS_FOR_ROWS)
     return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
@@ -119,9 +133,10 @@ def build_trainer(
         trajectory_metrics=hook("trajectory_metrics"),
         train_dataset=train_dataset,
         val_dataset=val_dataset,
-        extra_val_dataset=RLHFDataset(extra, tokenizer, data, None) if extra else None,
+        extra_val_dataset=extra_val_dataset,
         evals=HeldOutSets(evals, val_reward_fn, config.data.val_batch_size, config.trainer.seed),
         stop_request=stop_request,
+        row_check=row_check,
     )
 
 
@@ -149,10 +164,26 @@ def run(
         program = "main_ppo" if train_score_factory is None else "main_ppo_format"
         loaded = read_arguments(argv, module=f"verl.trainer.{program}")
         check_config(loaded.config, format_reward=train_score_factory is not None)
+        if not loaded.config.trainer.dry_run:
+            check_before_loading(loaded.config)
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     return _train(loaded, train_score_factory, command, stop_request)
+
+
+def check_before_loading(config: Config) -> None:
+    """Look at the user's code and at the rows of small files, before the libraries are loaded.
+
+    Raises ValueError if they can't be used.
+    """
+    from verl.data.row_check import check_small_files
+    from verl.data.row_environments import check_environments
+    from verl.utils.reward_score import load_reward_function
+
+    load_reward_function(config.custom_reward_function)
+    check_environments(config)
+    check_small_files(config)
 
 
 def _train(

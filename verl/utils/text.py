@@ -1,4 +1,4 @@
-"""Texts of others: what a terminal can be shown of them, and what UTF-8 can't encode."""
+"""Texts of others: what a terminal, a file, a tokenizer and an error message take of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 # Control characters without tab and newline, marks that change the direction of writing, and halves of
 # surrogate pairs. A terminal takes some of them as commands: to rename its window, to write the clipboard.
 _NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# A list or a struct as Python, numpy or JSON print it, told by its quotation marks.
+_PRINTED = re.compile(
+    r"""\[[\s\[({]*['"].*\]|\{[\s\[({]*['"].*\}|\(\s*(['"]).*\1\s*,?\s*\)|array\(.*\)|\[(null|None|\[).*\]""",
+    re.DOTALL,
+)
 
 
 def printable(value: object) -> str:
@@ -40,3 +45,29 @@ def encodable_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encodable_json(item) for item in value]
     return value
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether UTF-8 can encode a text: it has no half of a surrogate pair."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def short_repr(value: Any) -> str:
+    """Return a value as it appears in an error message."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_printed_list(text: str) -> bool:
+    """Return whether a text is a list or a struct as a program prints it, such as "['a', 'b']"."""
+    stripped = text.strip()
+    return stripped[:1] in ("[", "{", "(", "a") and _PRINTED.fullmatch(stripped) is not None

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.verifiers.verifier import Sample
+from verl.verifiers.verifier import Sample, check_text_label
 from verl.verifiers.workers import CheckedVerifier
 
 _MINERVA = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct\.")
@@ -42,8 +42,7 @@ class MathVerifier(CheckedVerifier):
     warm_up_arguments = ("0.50", "1/2", False)
 
     def check_label(self, label: Any) -> None:
-        if label is None or not str(label).strip():
-            raise ValueError(f"Found label {label!r} of {self.name}; expected an answer.")
+        check_text_label(self.name, label)
 
     def _call(self, sample: Sample) -> Sequence[Any]:
         return sample.text, str(sample.label), self.name == "strict_math"

@@ -16,6 +16,7 @@ A label is text, or JSON text if a verifier needs more. The row's score is the s
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ import numpy as np
 from verl.config.environments import VerifiersConfig
 from verl.utils.errors import CouldNotVerify
 from verl.utils.importing import describe, import_named
-from verl.utils.rows import row_max_turns
+from verl.utils.rows import row_max_turns, truth_struct
 from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
 UNVERIFIED = "unverified"  # the finish reason of a trajectory without a verdict
@@ -87,7 +88,8 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
     spec = reward_model if isinstance(reward_model, Mapping) else {}
     names: Any = spec.get("verifier")
     truth: Any = spec.get("ground_truth")
-    entries = truth.get("verifiers") if isinstance(truth, Mapping) else None
+    struct = truth_struct(truth)
+    entries = None if struct is None else parse_list(struct.get("verifiers"))
     if entries is None:
         if names is None and columns is not None and columns.get("ground_truth") is not None:
             # A data set without verifiers may have the column `dataset`, too, so it counts only with a label.
@@ -95,7 +97,11 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             truth = columns["ground_truth"]
         if names is None:
             return []
-        labels = [truth] if isinstance(truth, str | Mapping) or not hasattr(truth, "__len__") else list(truth)
+        is_list = isinstance(truth, list | tuple | np.ndarray) and np.ndim(truth) > 0
+        labels = list(truth) if is_list else [truth]
+        names = parse_list(names)
+        if not isinstance(names, str) and not _are_texts(names):
+            raise ValueError(f"Found verifiers {names!r:.200}; expected a name or a list of names.")
         if isinstance(names, str):  # Open-Instruct writes a single label as a list of one, too
             names = [names]
             labels = labels if len(labels) == 1 else [truth]
@@ -105,6 +111,8 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             )
         entries = [{"name": name, "label": label} for name, label in zip(names, labels, strict=True)]
     assigned = []
+    if not isinstance(entries, str | Mapping | list | tuple | np.ndarray) or np.ndim(entries) > 1:
+        raise ValueError(f"Found verifiers {entries!r:.200}; expected a list of entries.")
     for entry in [entries] if isinstance(entries, str | Mapping) else entries:
         if not isinstance(entry, Mapping) or "name" not in entry or set(entry) - {"name", "label", "weight"}:
             form = '[{"name": "math", "label": "72", "weight": 1.0}, ...]'
@@ -112,13 +120,29 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             which = f" with the unknown {', '.join(map(repr, unknown))}" if unknown else ""
             raise ValueError(f"Found verifier {entry!r:.200}{which}; expected {form}.")
         weight = 1.0 if entry.get("weight") is None else as_number(entry["weight"])
-        if not math.isfinite(weight):
+        if not math.isfinite(weight) or isinstance(entry.get("weight"), bool):
             given_weight = entry["weight"]
             raise ValueError(
                 f"Found weight {given_weight!r} of verifier {entry['name']!r}; expected a number."
             )
         assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), weight))
     return assigned
+
+
+def parse_list(value: Any) -> Any:
+    """Return the list or struct that a JSON text holds, and any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _are_texts(value: Any) -> bool:
+    """Return whether a value is a list of texts."""
+    is_list = isinstance(value, list | tuple | np.ndarray) and np.ndim(value) == 1
+    return is_list and all(isinstance(item, str) for item in value)
 
 
 def as_number(value: Any) -> float:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from verl.utils.reward_score.qa_em import normalize_answer, token_f1
-from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierSettings
+from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierSettings, check_text_label
 
 _NUMBER = re.compile(r"[-+]?(?:\d*\.\d+|\d+)")
 _COMMA = re.compile(r"(\d),(\d)")
@@ -50,8 +52,15 @@ class TextVerifier(Verifier):
     """The verifiers of the table in the module's docstring."""
 
     def check_label(self, label: Any) -> None:
-        if self.name != "passthrough" and (label is None or not as_labels(label)):
+        if self.name == "passthrough":
+            return
+        labels: Sequence[Any] = [label]
+        if "re_search" in self.name:
+            labels = label if isinstance(label, list | tuple) else as_labels(label)
+        if label is None or isinstance(label, bytes) or not labels:
             raise ValueError(f"Found label {label!r} of {self.name}; expected an answer.")
+        for answer in labels:
+            check_text_label(self.name, answer)
 
     def verify(self, sample: Sample) -> Verdict:
         text = sample.text
@@ -98,9 +107,11 @@ class LengthVerifier(Verifier):
 
     def check_label(self, label: Any) -> None:
         try:
-            float(label)
-        except (TypeError, ValueError):
-            raise ValueError(f"Found label {label!r} of {self.name}; expected a number of tokens.") from None
+            number = math.nan if isinstance(label, bool | bytes) else float(label)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"Found label {label!r} of {self.name}; expected a number of tokens.")
 
     def verify(self, sample: Sample) -> Verdict:
         distance = sample.num_tokens - float(sample.label)

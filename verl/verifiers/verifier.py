@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.utils.errors import CouldNotVerify
+from verl.utils.text import is_encodable, is_printed_list
 
 if TYPE_CHECKING:
     from verl.config.environments import VerifiersConfig
@@ -141,3 +144,16 @@ def parse_literal(value: Any) -> Any:
             return ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             raise ValueError(f"neither JSON nor a Python literal: {value!r:.100}") from None
+
+
+def check_text_label(name: str, label: Any) -> None:
+    """Raise ValueError unless a label is an answer that a response can be compared with: text or a number.
+
+    Args:
+        name: The name of the verifier.
+        label: The label.
+    """
+    is_number = isinstance(label, Real) and not isinstance(label, bool) and math.isfinite(label)
+    is_text = isinstance(label, str) and bool(label.strip()) and is_encodable(label)
+    if not is_number and not (is_text and not is_printed_list(label)):
+        raise ValueError(f"Found label {label!r:.200} of {name}; expected an answer, as text or a number.")

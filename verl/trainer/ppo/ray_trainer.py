@@ -25,6 +25,7 @@ from verl.config.policy import Actor
 from verl.config.schema import Critic
 from verl.data.mixture import Mixture, prompt_sampler
 from verl.data.rl_dataset import RLHFDataset
+from verl.data.row_check import RowCheck
 from verl.planning.memory_plan import taken_beside_rollouts
 from verl.planning.passes import Passes, num_mini_batches
 from verl.planning.placement import ResourcePoolManager, Role
@@ -50,6 +51,7 @@ from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.trainer.rewinds import CollapseSeen, step_before
+from verl.utils.announcing import announce
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches, shuffled
 
@@ -104,8 +106,10 @@ class RayPPOTrainer(ResumableRun):
         extra_val_dataset: RLHFDataset | None = None,
         evals: HeldOutSets | None = None,
         stop_request: StopRequest | None = None,
+        row_check: RowCheck | None = None,
     ) -> None:
         super().__init__(config, stop_request)
+        self.row_check = row_check
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
@@ -142,8 +146,8 @@ class RayPPOTrainer(ResumableRun):
         """Take the run folder, start the processes, load the models into them and start the rollout engine.
 
         Raises:
-            ValueError: if another run is in the folder, its checkpoint is of a run with other settings, or a
-                model does not fit.
+            ValueError: if another run is in the folder, its checkpoint is of a run with other settings, a
+                model does not fit, or a row can't be used.
             EngineUnavailable: if the rollout engine's servers do not start or do not answer.
         """
         self._lock_folder()
@@ -164,12 +168,16 @@ class RayPPOTrainer(ResumableRun):
         if Role.Rollout not in self.role_worker_mapping:
             num_rows = -(-self._most_rows() // self.actor_rollout_wg.mesh_positions("rollout")[0].size)
             self.actor_rollout_wg.start_rollout(num_rows, taken_beside_rollouts(config))
-            return
-        group = self.worker_groups[Role.Rollout.value]
-        max_staleness = config.trainer.async_training.max_staleness
-        num_rows = -(-self._most_rows() * (1 + max_staleness) // group.world_size)
-        group.start_rollout(num_rows, self.actor_rollout_wg.rollout_dtype()[0])
-        self.stream = RolloutStream(config, self.collector, group, self.total_steps, self.recorder.say)
+        else:
+            group = self.worker_groups[Role.Rollout.value]
+            max_staleness = config.trainer.async_training.max_staleness
+            num_rows = -(-self._most_rows() * (1 + max_staleness) // group.world_size)
+            group.start_rollout(num_rows, self.actor_rollout_wg.rollout_dtype()[0])
+            say = self.recorder.say
+            self.stream = RolloutStream(config, self.collector, group, self.total_steps, say)
+        if self.row_check is not None:
+            with announce("looking at all rows"):
+                self.row_check.wait()
 
     def _most_rows(self) -> int:
         """Return the number of trajectories in the largest batch that is generated, over all processes."""

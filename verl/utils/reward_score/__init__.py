@@ -6,16 +6,19 @@ response in runs of sampled and of observed text.
 """
 
 import asyncio
-import importlib.util
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from verl.utils.importing import import_file
 from verl.utils.reward_score.qa_em import compute_score_em, known_answers
+from verl.utils.rows import truth_struct
+from verl.utils.text import short_repr
 
 RewardFunction = Callable[..., Any]  # see `call_reward_function`
 
@@ -40,8 +43,16 @@ def default_compute_score(
 
     Raises ValueError if the row has no golden answers to compare with.
     """
+    return compute_score_em(solution_str, with_golden_answers(data_source, ground_truth))
+
+
+def with_golden_answers(data_source: str, ground_truth: Any) -> Any:
+    """Return a row's ground truth in the form that exact match compares with.
+
+    Raises ValueError if the row has no golden answers.
+    """
     is_plain = data_source in _PLAIN_SOURCES and isinstance(ground_truth, str | list | tuple | np.ndarray)
-    if is_plain and len(ground_truth) > 0:
+    if is_plain and len(ground_truth) > 0 and truth_struct(ground_truth) is None:
         ground_truth = {"target": ground_truth}
     if not known_answers(ground_truth):
         raise ValueError(
@@ -49,32 +60,36 @@ def default_compute_score(
             "golden answers in ground_truth.target. Add them, name verifiers (docs/environments.md), return "
             "a reward from the environment's step, or give custom_reward_function.path."
         )
-    return compute_score_em(solution_str, ground_truth)
+    return ground_truth
 
 
 def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
     """Load a user's reward function; return None if there is no path.
 
-    `config` is {path: python file or None, name: name of the function}. Raises ValueError if the file has no
-    such function.
+    The file is imported as `import_file` does, once in a process.
+
+    Args:
+        config: {path: python file or None, name: name of the function}.
+
+    Raises:
+        ValueError: the file can't be imported, or it has no such function.
     """
     path = config["path"]
     name = config["name"]
     if path is None:
         return None
-    path = Path(path).expanduser().absolute()
-    spec = importlib.util.spec_from_file_location("custom_reward_function", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"Found custom_reward_function.path={path}; expected a python file (.py).")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    functions = {key: value for key, value in vars(module).items() if callable(value)}
-    if name not in functions:
-        names = [key for key in functions if not key.startswith("_")]
+    module = import_file(path, "custom_reward_function.path")
+    function: RewardFunction | None = vars(module).get(name)
+    if not callable(function):
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         raise ValueError(
-            f"Found no function {name!r} in {path}; expected one of {names}. Set custom_reward_function.name."
+            f"Found no function {name!r} in {path}; expected one of {functions}. Set "
+            "custom_reward_function.name."
         )
-    function: RewardFunction = functions[name]
     return function
 
 
@@ -93,7 +108,8 @@ def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, 
         calls: data_source, solution_str, ground_truth and extra_info of each row.
 
     Raises:
-        RewardFunctionFailed: the function raised an exception, or returned another number of scores.
+        RewardFunctionFailed: the function raised an exception, or returned another number of scores, or a
+            score that is no finite number.
     """
     if not calls:
         return []
@@ -107,9 +123,10 @@ def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, 
             scores = list(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
             if len(scores) != len(calls):
                 raise ValueError(f"it returned {len(scores)} scores for {len(calls)} rows")
-            return scores
-        scores = [function(**call) for call in calls]
-        return asyncio.run(together(scores)) if inspect.iscoroutinefunction(function) else scores
+        else:
+            scores = [function(**call) for call in calls]
+            if inspect.iscoroutinefunction(function):
+                scores = asyncio.run(together(scores))
     except Exception as error:  # it is a user's function, which may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         path = getattr(getattr(function, "__code__", None), "co_filename", None)
@@ -121,3 +138,29 @@ def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, 
         )
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise RewardFunctionFailed(f"{location}{problem}") from error
+    return [plain_score(function, call, score) for call, score in zip(calls, scores, strict=True)]
+
+
+def plain_score(function: RewardFunction, call: Mapping[str, Any], returned: Any) -> Any:
+    """Return what a reward function returned for a row, with its score as a float or None.
+
+    Raises RewardFunctionFailed, with the function and the row, if the score is no finite number.
+    """
+    is_mapping = isinstance(returned, Mapping)
+    score = returned.get("score", returned) if is_mapping else returned
+    is_single = getattr(score, "shape", None) == () or getattr(score, "shape", None) == (1,)
+    if is_single and hasattr(score, "item"):  # a number of numpy or torch
+        score = score.item()
+    if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+        code = getattr(function, "__code__", None)
+        name = getattr(function, "__name__", type(function).__name__)
+        location = f"{code.co_filename}, line {code.co_firstlineno}, in {name}" if code else name
+        index = call["extra_info"].get("index") if isinstance(call["extra_info"], Mapping) else None
+        row = "" if index is None else f" (extra_info.index={index!r:.40})"
+        raise RewardFunctionFailed(
+            f"{location}: found the score {short_repr(returned)} for the response "
+            f"{short_repr(call['solution_str'])} of a row of {call['data_source']!r:.60}{row}; expected a "
+            "finite number, a dictionary with one as 'score', or None where it can't verify"
+        )
+    number = None if score is None else float(score)
+    return {**returned, "score": number} if is_mapping else number

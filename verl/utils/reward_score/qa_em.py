@@ -7,20 +7,28 @@
 The normalisation is that of SQuAD (Rajpurkar et al. 2016), the one that Search-R1 and its baselines report.
 """
 
+import json
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
 import numpy as np
+
+from verl.utils.rows import truth_struct
+from verl.utils.text import is_encodable, is_printed_list
 
 # The match starts at the last opening tag before a closing one, so that an answer that was begun and not
 # closed spoils no later one.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _OPEN_ANSWER = re.compile(r"<answer>(?!.*</answer>)", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_NUMBERS = re.compile(r"\[[\d\s.,+-]*\]")  # a list of numbers
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -30,8 +38,51 @@ def normalize_answer(text: str) -> str:
 
 
 def known_answers(ground_truth: Any) -> list[str]:
-    """Return the golden answers of a row, `{"target": [...]}` as in the parquet files; [] if it has none."""
-    return list(_strings(ground_truth.get("target"))) if isinstance(ground_truth, Mapping) else []
+    """Return the golden answers of a row, `{"target": [...]}` as in the parquet files; [] if it has none.
+
+    The struct, and the list in it, may be JSON text.
+    """
+    struct = truth_struct(ground_truth)
+    return [] if struct is None else list(_strings(struct.get("target")))
+
+
+def check_answers(ground_truth: Any) -> None:
+    """Raise ValueError if a golden answer of a row can't be compared with what a policy writes.
+
+    An answer is text or a number. Text of a list as Python prints it is refused, because it would be a single
+    answer that nobody writes.
+    """
+    struct = truth_struct(ground_truth)
+    if struct is None:
+        return
+    answers = list(_leaves(struct.get("target")))
+    for answer in answers:
+        is_number = isinstance(answer, int | float | Decimal | np.number) and not isinstance(answer, bool)
+        if is_number and math.isfinite(answer):
+            continue
+        if not isinstance(answer, str):
+            raise ValueError(f"found the golden answer {answer!r:.60}; expected text or a number")
+        if not is_encodable(answer) or _CONTROL.search(answer):
+            raise ValueError(
+                f"found the golden answer {answer!r:.60}, with a control character or half of a letter; "
+                "expected text"
+            )
+        is_alone = answer is struct.get("target")
+        if is_printed_list(answer) or (is_alone and _NUMBERS.fullmatch(answer.strip())):
+            raise ValueError(
+                f"found the golden answer {answer!r:.60}, a list as text; expected a list of answers"
+            )
+    if answers and not any(str(answer).strip() for answer in answers):
+        raise ValueError("found golden answers without a letter; expected an answer")
+
+
+def has_empty_answer(ground_truth: Any) -> bool:
+    """Return whether a row has a golden answer that is null or without a letter, beside others."""
+    struct = truth_struct(ground_truth)
+    target = None if struct is None else struct.get("target")
+    if not isinstance(target, list | tuple | np.ndarray):
+        return False
+    return any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in target)
 
 
 def golden_answers(ground_truth: Mapping[str, Any] | str | Iterable[str]) -> list[str]:
@@ -39,7 +90,7 @@ def golden_answers(ground_truth: Mapping[str, Any] | str | Iterable[str]) -> lis
 
     Raises ValueError if there is none.
     """
-    is_row = isinstance(ground_truth, Mapping)
+    is_row = truth_struct(ground_truth) is not None
     answers = known_answers(ground_truth) if is_row else list(_strings(ground_truth))
     if not answers:
         raise ValueError(
@@ -141,14 +192,36 @@ compute_score_subem = partial(compute_score_em, check=subem_check)
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """Yield the texts in a text, a list, an array, or lists of these; numbers come as they are written."""
+    """Yield the texts in a text, a list, an array, or lists of these; numbers come as they are written.
+
+    JSON text of a list of texts is such a list.
+    """
+    for leaf in _leaves(value):
+        # A whole number from a column of numbers may be a float.
+        yield str(int(leaf)) if isinstance(leaf, float) and leaf.is_integer() else str(leaf)
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """Yield the answers in an answer, a list, an array, lists of these, or JSON text of a list of texts."""
     if value is None:
         return
+    if isinstance(value, str) and value.startswith("["):
+        value = _list_in_text(value)
     if isinstance(value, list | tuple | np.ndarray):
-        for item in value:
-            yield from _strings(item)
+        for item in np.atleast_1d(value) if isinstance(value, np.ndarray) else value:
+            yield from _leaves(item)
     else:
-        yield str(value)
+        yield value
+
+
+def _list_in_text(text: str) -> Any:
+    """Return the texts of a JSON list of texts, and any other text as it is."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_list = isinstance(parsed, list) and bool(parsed) and all(isinstance(item, str) for item in parsed)
+    return parsed if is_list else text
 
 
 def plain_title(text: str) -> str:
