@@ -212,7 +212,7 @@ async def generate(server: ServerOfApp, request: Request, body: requests.Generat
     choices = []
     for index, result in enumerate(results):
         entries = zip(result.token_ids, result.log_probs, result.model_log_probs, strict=True)
-        content = [
+        content: list[Json] = [
             {
                 "token": f"token_id:{token_id}",  # as vLLM names tokens where ids are asked for
                 "logprob": log_prob,
