@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from verl.config import replace_values
@@ -32,7 +33,7 @@ POSITION_BYTES = 2 * 2 * 1 * 8 * 4  # keys and values, layers, heads, width, flo
 @pytest.fixture
 def qwen(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    (tmp_path / "model.safetensors").touch()  # only the configuration is read
+    save_file({"another": torch.zeros(1)}, tmp_path / "model.safetensors")  # only its header is read
     return tmp_path
 
 
