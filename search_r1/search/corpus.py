@@ -1,6 +1,6 @@
 """A corpus: one JSON object a line, `{"id": "7", "contents": "\\"Title\\"\\ntext", ...}`, read by row number.
 
-    corpus.jsonl(.gz) -> Corpus.open -> rows([5, 2]) -> [Document, Document]     the lines' bytes, by pread
+    corpus.jsonl(.gz, .bz2) -> Corpus.open -> rows([5, 2]) -> [Document, Document]  the lines' bytes, by pread
                                      -> iter_contents() -> str, str, ...         for index builders
 
 Only the positions where rows begin are in memory, and those are memory-mapped. A server sends the bytes of a
@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 import orjson
 
-from search_r1.search.corpus_files import BYTE_ORDER_MARK, find_rows, unpack_gzip
+from search_r1.search.corpus_files import BYTE_ORDER_MARK, check_beginning, find_rows, unpack
 from search_r1.search.long_work import Progress
 from search_r1.search.search_backend import Document
 
@@ -45,10 +45,21 @@ def parse_line(line: bytes) -> dict[str, Any]:
             problem = "begins with a byte order mark inside the file (several files joined?); remove it"
         else:
             problem = f"not valid JSON ({error.msg} at column {error.colno})"
+            try:
+                line.decode()
+            except UnicodeDecodeError as mistake:
+                byte = line[mistake.start]
+                problem = (
+                    f"not valid JSON: the byte {byte:#x} at column {mistake.start + 1} is no UTF-8; "
+                    "expected UTF-8. A file in Latin-1: iconv -f LATIN1 -t UTF-8"
+                )
         raise ValueError(problem) from None
     if type(fields) is not dict:
         raise ValueError(f"found a JSON {type(fields).__name__}, expected an object: {EXAMPLE}")
-    if type(fields.get("contents")) is not str:
+    if "contents" in fields and type(fields["contents"]) is not str:
+        kind = type(fields["contents"]).__name__
+        raise ValueError(f"found 'contents' of the type {kind}, expected the text as one string: {EXAMPLE}")
+    if "contents" not in fields:
         names = ", ".join(map(repr, list(fields)[:8])) or "no fields"
         raise ValueError(f"expected the text as one string under 'contents', found {names}: {EXAMPLE}")
     return fields
@@ -74,7 +85,7 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str | Path, progress: Progress | None = None, check: bool = True) -> Corpus:
-        """Open a .jsonl file, or a .jsonl.gz file, which is unpacked once beside itself.
+        """Open a .jsonl file, or a .jsonl.gz or .jsonl.bz2 file, which is unpacked once beside itself.
 
         The first time, the file is read once to find the lines (about a second per GB). The result is kept in
         `<path>.offsets.npy`.
@@ -91,7 +102,8 @@ class Corpus:
         if not path.is_file():
             raise ValueError(f"--corpus_path: there is no file {path}")
         try:
-            path = unpack_gzip(path, progress) if path.suffix == ".gz" else path
+            path = unpack(path, progress) if path.suffix in (".gz", ".bz2") else path
+            check_beginning(path)
             file = path.open("rb", buffering=0)
         except OSError as error:
             raise ValueError(f"--corpus_path: can't read {path} ({error.strerror})") from None

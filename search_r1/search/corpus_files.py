@@ -1,6 +1,6 @@
-"""Find where the lines of a corpus file begin, and unpack .jsonl.gz files.
+"""Find where the lines of a corpus file begin, and unpack .jsonl.gz and .jsonl.bz2 files.
 
-    corpus.jsonl.gz -> unpack_gzip -> corpus.jsonl -> find_rows -> offsets, kept in <corpus>.offsets.npy
+    corpus.jsonl.gz -> unpack -> corpus.jsonl -> find_rows -> offsets, kept in <corpus>.offsets.npy
 
 A row is a line that isn't blank. Only "\\n" ends a line (U+2028 and a lone "\\r" don't), and the last line
 may lack it. A byte order mark at the beginning of the file belongs to no row. Nothing is decoded here.
@@ -8,6 +8,7 @@ may lack it. A byte order mark at the beginning of the file belongs to no row. N
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import fcntl
 import gzip
@@ -22,6 +23,20 @@ from search_r1.search.long_work import Progress
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SIDECAR_FORMAT = 0x5352_4F46_0002  # "SROF", version 2
 BLOCK_BYTES = 16 * 2**20
+# The first bytes of packed files, their names, and the commands that unpack them.
+_PACKED = (
+    (b"\x1f\x8b", "gzip", "gzip -dc"),
+    (b"BZh", "bzip2", "bzip2 -dc"),
+    (b"\xfd7zXZ", "xz", "xz -dc"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
+    (b"PK\x03\x04", "zip", "unzip -p"),
+)
+_WIDE = (
+    (b"\xff\xfe\x00\x00", "UTF-32"),
+    (b"\x00\x00\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
 NEWLINE = 10
 BRACE = 123
 
@@ -108,11 +123,37 @@ def _read_sidecar(path: Path, stat: os.stat_result) -> tuple[np.ndarray, int] | 
     return np.asarray(values[5:]), int(values[3])
 
 
-def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:
-    """Unpack `x.jsonl.gz` to `x.jsonl` beside it, once. A finished `x.jsonl` is used as it is.
+def check_beginning(path: Path) -> None:
+    """Raise ValueError if a file's first bytes are those of another format than lines of JSON in UTF-8."""
+    with path.open("rb") as file:
+        beginning = file.read(512)
+    for magic, name, command in _PACKED:
+        if beginning.startswith(magic):
+            raise ValueError(
+                f"Found {name} data in {path}; expected lines of JSON. Unpack it: `{command} {path}`, and "
+                "give the .jsonl file."
+            )
+    encoding = next((name for mark, name in _WIDE if beginning.startswith(mark)), None)
+    if encoding is None and beginning[:64].count(0) > 8:
+        encoding = "UTF-16"
+    if encoding is not None:
+        raise ValueError(
+            f"Found {encoding} text in {path}; expected UTF-8: `iconv -f {encoding} -t UTF-8 {path} > "
+            "corpus.jsonl`, and give that file."
+        )
+    if beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        raise ValueError(
+            f"Found a JSON array in {path}; expected one object a line: `jq -c '.[]' {path} > corpus.jsonl`, "
+            "and give that file."
+        )
 
-    The file is written under another name and then renamed, so that half a file is never used. A second
-    process that wants the same file waits. An `x.jsonl` is never overwritten.
+
+def unpack(packed: Path, progress: Progress | None = None) -> Path:
+    """Unpack `x.jsonl.gz` or `x.jsonl.bz2` to `x.jsonl` beside it, once.
+
+    A finished `x.jsonl` is used as it is. The file is written under another name and then renamed, so that
+    half a file is never used. A second process that wants the same file waits. An `x.jsonl` is never
+    overwritten.
 
     Returns:
         The path of `x.jsonl`.
@@ -135,12 +176,16 @@ def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:
             with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             if not os.fstat(file.fileno()).st_nlink:  # the process that had the lock has removed the file
-                return unpack_gzip(packed, progress)
+                return unpack(packed, progress)
             try:
                 if target.exists():  # the process that had the lock has unpacked it
                     return target
                 file.truncate(0)
-                with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
+                is_bzip2 = packed.suffix == ".bz2"
+                with (
+                    packed.open("rb") as raw,
+                    bz2.BZ2File(raw) if is_bzip2 else gzip.GzipFile(fileobj=raw) as stream,
+                ):
                     if stream.peek(512)[257:262] == b"ustar":
                         raise ValueError(
                             f"{packed} holds a tar archive (as wiki-18.jsonl.gz does). "
@@ -157,10 +202,14 @@ def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:
             finally:
                 partial.unlink(missing_ok=True)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{packed}: not a whole gzip file ({error}); download it again") from None
+        kind = "bzip2" if packed.suffix == ".bz2" else "gzip"
+        raise ValueError(f"{packed}: not a whole {kind} file ({error}); download it again") from None
     except OSError as error:
+        if error.errno is None:  # of bz2: what it reads is none of its data
+            raise ValueError(f"{packed}: not a whole bzip2 file ({error}); download it again") from None
+        command = "bzip2" if packed.suffix == ".bz2" else "gzip"
         raise ValueError(
             f"{packed} can't be unpacked to {target} ({error.strerror}). Unpack it where there is room: "
-            f"`gzip -dc {packed} > /elsewhere/{target.name}`, and give that file"
+            f"`{command} -dc {packed} > /elsewhere/{target.name}`, and give that file"
         ) from None
     return target

@@ -120,6 +120,18 @@ class Odd(Counting):
         return None
 
 
+class Says(Counting):
+    """Hands over the content that its row has."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__(env_config, extras)
+        self.content = extras["content"]
+
+    def step(self, action):
+        output = super().step(action)
+        return output | {"observations": [{"role": "user", "content": self.content}]}
+
+
 class Lettered(Counting):
     stop = "</answer>"
 

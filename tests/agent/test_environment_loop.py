@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import time
 
 import loop_environments
@@ -325,6 +326,21 @@ def test_what_an_environment_returns_in_a_wrong_form_is_its_own_failure(mood):
     output, _ = run([("Odd", {"mood": mood}), ("Counting", {})])
     bad, good = records(output)
     assert (bad["finish_reason"], good["finish_reason"]) == ("env_failed", "done")
+
+
+@pytest.mark.parametrize("content", [None, b"caf", 42, {"text": "a"}, [{"type": "image"}], "half \ud83d"])
+def test_an_observation_that_is_no_text_is_its_authors_mistake_and_is_named_with_its_file(content):
+    (record,) = records(run([("Says", {"content": content})])[0])
+    assert record["finish_reason"] == "env_failed"
+    assert re.search(
+        r"loop_environments:Says: .*content.* \(.*loop_environments.py:\d+\)", record["env_error"]
+    )
+
+
+def test_text_parts_of_an_observation_are_joined():
+    content = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    output, tokenizer = run([("Says", {"content": content})])
+    assert "hello" in context(output, tokenizer) and "type" not in context(output, tokenizer)
 
 
 def test_metadata_can_not_take_the_place_of_a_turns_own_figures():

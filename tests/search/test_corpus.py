@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import tarfile
 from pathlib import Path
@@ -193,3 +195,37 @@ def test_a_tar_archive_inside_the_gzip_file_is_named_and_nothing_is_left(write, 
     with pytest.raises(ValueError, match="holds a tar archive.*data_prep.wiki18"):
         Corpus.open(packed)
     assert [path.name for path in tmp_path.iterdir()] == ["wiki-18.jsonl.gz"]
+
+
+@pytest.mark.parametrize(
+    "content, name, reason",
+    [
+        (lambda text: bz2.compress(text), "corpus.jsonl", "Found bzip2 data"),
+        (lambda text: gzip.compress(text), "corpus.jsonl", "Found gzip data"),
+        (lambda text: lzma.compress(text), "corpus.jsonl.xz", "Found xz data"),
+        (lambda text: text.decode().encode("utf-16"), "corpus.jsonl", "Found UTF-16 text"),
+        (lambda text: text.decode().encode("utf-16-le"), "corpus.jsonl", "Found UTF-16 text"),
+        (lambda text: b"[\n" + text.replace(b"\n", b",\n") + b"]", "corpus.jsonl", "Found a JSON array"),
+        (
+            lambda text: b'{"contents": "caf\xe9"}',
+            "corpus.jsonl",
+            "line 1: not valid JSON: the byte 0xe9 at column 18 is no UTF-8",
+        ),
+        (
+            lambda text: b'{"id": "2", "contents": 5}',
+            "corpus.jsonl",
+            "line 1: found 'contents' of the type int",
+        ),
+    ],
+)
+def test_a_file_of_another_format_is_named(write, content, name, reason):
+    with pytest.raises(ValueError, match=reason):
+        Corpus.open(write(content("\n".join(LINES).encode()), name))
+
+
+def test_a_bz2_file_is_unpacked_once(write):
+    packed = write(bz2.compress("\n".join(LINES).encode()), "corpus.jsonl.bz2")
+    assert len(Corpus.open(packed)) == len(Corpus.open(packed)) == len(LINES)
+    broken = write(bz2.compress(b"x" * 999)[:-9], "broken.jsonl.bz2")
+    with pytest.raises(ValueError, match="not a whole bzip2 file"):
+        Corpus.open(broken)

@@ -70,3 +70,11 @@ def test_wandb_without_a_key_keeps_the_run_on_disk(tmp_path, monkeypatch, capsys
     tracking.finish()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert ("no API key" in capsys.readouterr().out) == (mode is None)
+
+
+def test_tensorboard_dir_says_where_the_event_files_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "events"))
+    tracking = track(tmp_path, "tensorboard")
+    tracking.log({"loss": 1.0}, step=1)
+    tracking.finish()
+    assert list((tmp_path / "events").glob("*tfevents*")) and not (tmp_path / "tensorboard").exists()

@@ -42,10 +42,13 @@ from verl.environments.environment import (
     BaseTextEnvStepOutput,
     EpisodeFailed,
     Message,
+    content_problem,
+    location_of,
     output_problem,
+    with_text,
 )
 from verl.environments.executors import CLOSE_SECONDS, EnvironmentHandle, StepResult
-from verl.environments.registry import SEARCH
+from verl.environments.registry import SEARCH, load_class
 from verl.sessions.engine_contract import Completion, Partial, SamplingParams
 from verl.utils.errors import CouldNotVerify
 from verl.utils.importing import describe
@@ -337,7 +340,8 @@ class TrajectoryLoop:
         turn = trajectory.turns[-1]
         runner = self.environments[trajectory.env_class]
         if trajectory.env_class != SEARCH and (mistake := output_problem(output, turn.text)) is not None:
-            self._fail(episode, EpisodeFailed(mistake))
+            location = location_of(load_class(trajectory.env_class)[0], "step")
+            self._fail(episode, EpisodeFailed(f"{trajectory.env_class}: {mistake}{location}"))
             return
         turn.action = output.get("action", turn.action)
         turn.reward = output["reward"]
@@ -352,14 +356,15 @@ class TrajectoryLoop:
         if not runner.counts_turns and len(trajectory.turns) >= episode.max_turns:
             self._finish(episode, "length" if trajectory.stopped_by == "length" else "max_turns")
             return
-        text = "".join(str(message["content"]) for message in output["observations"])
+        observations = [with_text(message) for message in output["observations"]]
+        text = "".join(message["content"] for message in observations)
         self._emit("observation", trajectory, text, turn.details)
         if output.get("is_new_context"):
-            self._begin_context(episode, output["observations"])
+            self._begin_context(episode, observations)
             return
         try:
             if self.codec.is_chat(trajectory.env_class):
-                ids = self.codec.chat_ids(output["observations"], trajectory.response_ids[-1])
+                ids = self.codec.chat_ids(observations, trajectory.response_ids[-1])
             else:
                 ids = self.codec.observation_ids(text, runner.observation_end)
         # A template raises for roles that it doesn't know, and a tokenizer for a text that is not a string.
@@ -383,6 +388,12 @@ class TrajectoryLoop:
     def _prompt_ids(self, episode: Episode, messages: Sequence[Message]) -> list[int] | None:
         """Return the tokens of a conversation. If it has none, end the episode and return None."""
         try:
+            for message in messages:
+                if message.get("content") is None and message.get("tool_calls"):
+                    continue
+                if (problem := content_problem(message)) is not None:
+                    raise EpisodeFailed(f"{episode.trajectory.env_class}: found {problem}")
+            messages = [with_text(message) if "content" in message else message for message in messages]
             if not (ids := self.codec.prompt_ids(list(messages))):
                 raise EpisodeFailed(f"found {messages!r:.200}, which has no token; expected a text")
             return ids

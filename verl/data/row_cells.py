@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.text import is_encodable, short_repr
+from verl.utils.text import is_encodable, joined_parts, short_repr
 
 Row = dict[str, Any]
 
@@ -165,16 +165,3 @@ def _chat_message(message: Any, index: int, column: str) -> dict[str, Any]:
             )
         entries["content"] = content
     return entries
-
-
-def joined_parts(content: Any) -> Any:
-    """Return the text of a content that is a list of text parts, and any other content as it is."""
-    if not isinstance(content, list | tuple | np.ndarray) or len(content) == 0:
-        return content
-    texts = []
-    for part in content:
-        is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            return content
-        texts.append(part["text"])
-    return "".join(texts)

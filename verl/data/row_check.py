@@ -48,7 +48,12 @@ from verl.environments.environment import BaseTextEnv, make_environment
 from verl.environments.registry import SEARCH, load_class
 from verl.utils.json_files import to_json
 from verl.utils.reward_score import with_golden_answers
-from verl.utils.reward_score.qa_em import check_answers, has_empty_answer, known_answers
+from verl.utils.reward_score.qa_em import (
+    check_answers,
+    has_empty_answer,
+    has_unusual_letters,
+    known_answers,
+)
 from verl.utils.text import short_repr
 from verl.verifiers.registry import Verifiers, assigned_verifiers
 from verl.verifiers.verifier import VerifierSettings
@@ -110,7 +115,7 @@ class RowCheck:
         self.max_turns = max_turns
         self.max_answer_tokens = None if tokenizer is None else max_answer_tokens
         self.num_rows = 0  # rows that were looked at
-        self.rows_with_empty_answers = list[str]()
+        self.notes = dict[str, list[str]]()  # what is odd, but no mistake -> the places of the rows
         self._encode: Callable[[Sequence[str]], list[Any]] | None = None
         self._opening = [] if tokenizer is None else opening_ids(tokenizer)
         if tokenizer is not None and tokenizer.chat_template:
@@ -170,11 +175,8 @@ class RowCheck:
                 f"Found {num_mistakes} of {self.num_rows} rows that can't be asked and scored; correct them, "
                 f"or take them out:{lines}{more}"
             )
-        if self.rows_with_empty_answers:
-            print(
-                f"note: {len(self.rows_with_empty_answers)} rows have an empty golden answer beside others, "
-                f"which nobody can give (the first: {self.rows_with_empty_answers[0]})"
-            )
+        for text, places in self.notes.items():
+            print(f"note: {len(places)} of {self.num_rows} rows have {text} (the first: {places[0]})")
         if key is not None:
             _remember(key, self._sources)
 
@@ -209,12 +211,13 @@ class RowCheck:
             column = dataset.prompt_key
             try:
                 cells = dataset.read_row(row)
+                _check_question(cells)
                 if self.tokenizer is not None:
                     texts[number] = self._render(cells)
                 column = _reward_column(row)
                 self._check_score(cells)
-                if self.needs_answers and has_empty_answer(cells.reward_model["ground_truth"]):
-                    self.rows_with_empty_answers.append(dataset.place_name(chunk[number][0]))
+                if self.needs_answers:
+                    self._note_answers(dataset, chunk[number][0], cells.reward_model["ground_truth"])
             except CellError as error:
                 note(number, error.column, error)
             except Exception as error:  # templates, verifiers and environments raise anything
@@ -224,12 +227,17 @@ class RowCheck:
                 note(number, dataset.prompt_key, error)
         return [mistakes[number] for number in sorted(mistakes)]
 
+    def _note_answers(self, dataset: RLHFDataset, place: Any, truth: Any) -> None:
+        """Note golden answers that a policy can't or hardly give."""
+        if has_empty_answer(truth):
+            text = "an empty golden answer beside others, which nobody can give"
+            self.notes.setdefault(text, []).append(dataset.place_name(place))
+        if has_unusual_letters(truth):
+            text = "golden answers in full-width letters or with curly quotes, which are compared as written"
+            self.notes.setdefault(text, []).append(dataset.place_name(place))
+
     def _render(self, cells: ReadRow) -> str:
-        """Return a row's prompt as text. Raises ValueError if the row has none."""
-        contents = (message.get("tool_calls") or message.get("content") or "" for message in cells.messages)
-        is_blank = not any(str(content).strip() for content in contents)
-        if is_blank and cells.env_class == SEARCH:
-            raise ValueError("found a prompt without a letter; expected a question")
+        """Return a row's prompt as text. Raises ValueError if the template refuses it."""
         try:
             text = prompt_text(self.tokenizer, cells.messages)
         except Exception as error:  # templates raise all kinds of errors for messages that they do not know
@@ -351,6 +359,14 @@ class RowCheck:
         if self.tokenizer is not None:
             facts.append(_tokenizer_facts(self.tokenizer))
         return hashlib.sha256(to_json(facts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _check_question(cells: ReadRow) -> None:
+    """Raise ValueError if a search has a prompt without a letter."""
+    contents = (message.get("tool_calls") or message.get("content") or "" for message in cells.messages)
+    is_blank = not any(str(content).strip() for content in contents)
+    if is_blank and cells.env_class == SEARCH:
+        raise ValueError("found a prompt without a letter; expected a question")
 
 
 def _check_plain(truth: Any) -> None:

@@ -20,10 +20,20 @@ from typing import Any
 from unittest import mock
 
 from verl.environments.agent_function import ProgramEnv
-from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, Message
+from verl.environments.environment import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
 from verl.environments.messages import as_plain_text
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+
+def _as_text(observation: Any) -> str:
+    """Return an observation of a Gymnasium environment as text.
+
+    Raises EpisodeFailed for None and bytes, which are no observations of text.
+    """
+    if observation is None or isinstance(observation, bytes):
+        raise EpisodeFailed(f"the environment's observation is {observation!r:.200}; expected text")
+    return str(observation)
 
 
 class GymnasiumEnv(BaseTextEnv):
@@ -62,7 +72,7 @@ class GymnasiumEnv(BaseTextEnv):
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         observation, _ = self.env.reset(seed=self.seed)
-        return [*prompt, {"role": "user", "content": str(observation)}], {}
+        return [*prompt, {"role": "user", "content": _as_text(observation)}], {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
@@ -76,7 +86,7 @@ class GymnasiumEnv(BaseTextEnv):
             observation, reward, terminated, truncated, _ = self.env.step(self.actions.get(text, text))
             done = bool(terminated or truncated)
             metadata = {"valid": True, "truncated": bool(truncated)}
-        observations = [] if done else [{"role": "user", "content": str(observation)}]
+        observations = [] if done else [{"role": "user", "content": _as_text(observation)}]
         return {"observations": observations, "reward": float(reward), "done": done, "metadata": metadata}
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict, get_args, get
 import numpy as np
 
 from verl.utils.rows import row_max_turns
+from verl.utils.text import is_encodable, joined_parts
 
 EXECUTORS = ("inline", "thread", "process")  # where an environment may run
 Message = dict[str, str]  # {"role": "user", "content": "..."}
@@ -291,6 +292,33 @@ def output_problem(output: Any, action: str) -> str | None:
     )
     if not output["done"] and not are_messages:
         return f"step returned observations={shown!r:.200}; expected a list of messages with role and content"
+    for message in shown if are_messages else ():
+        if (problem := content_problem(message)) is not None:
+            return f"step returned {problem}"
     if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
         return f"step returned reward={reward!r}; expected a finite number, or None"
     return None
+
+
+def content_problem(message: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the content of a message of an environment, or None if it is text.
+
+    A list of text parts is text.
+    """
+    content = joined_parts(message["content"])
+    if not isinstance(content, str):
+        return f"a message with the content {content!r:.200}; expected text, or a list of text parts"
+    if not is_encodable(content):
+        return f"a message with the content {content!r:.200}, with half of a letter; expected text"
+    return None
+
+
+def with_text(message: Mapping[str, Any]) -> Message:
+    """Return a message of an environment with its text parts joined."""
+    return {**message, "content": joined_parts(message["content"])}
+
+
+def location_of(cls: Any, method: str) -> str:
+    """Return where an environment's author has written a method, as " (file:line)", or ""."""
+    code = getattr(getattr(cls, method, None), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"

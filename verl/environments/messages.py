@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from verl.environments.environment import Message
-from verl.utils.text import encodable_json
+from verl.utils.text import encodable_json, joined_parts
 
 _HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
 CALL_BEGINS = "<tool_call>"
@@ -78,9 +78,17 @@ def _query(given: str) -> str:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message in OpenAI's format, with its parts joined."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    """Return the text of a message in OpenAI's format, with its parts joined.
+
+    Raises ValueError for a content that is neither text nor text parts.
+    """
+    content = message.get("content")
+    text = "" if content is None else joined_parts(content)
+    if isinstance(text, list) and not text:
+        return ""
+    if not isinstance(text, str):
+        raise ValueError(f"Found the content {content!r:.200} of a message; expected text or text parts.")
+    return text
 
 
 def parse_json(arguments: Any) -> Any:

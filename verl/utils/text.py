@@ -71,3 +71,16 @@ def is_printed_list(text: str) -> bool:
     """Return whether a text is a list or a struct as a program prints it, such as "['a', 'b']"."""
     stripped = text.strip()
     return stripped[:1] in ("[", "{", "(", "a") and _PRINTED.fullmatch(stripped) is not None
+
+
+def joined_parts(content: Any) -> Any:
+    """Return the text of a content that is a list of text parts, and any other content as it is."""
+    if not isinstance(content, list | tuple | np.ndarray) or len(content) == 0:
+        return content
+    texts = []
+    for part in content:
+        is_text = isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
+        if not is_text or not isinstance(part.get("text"), str):
+            return content
+        texts.append(part["text"])
+    return "".join(texts)

@@ -123,11 +123,12 @@ def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mappi
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Backend:
-    """Open event files in `<run_dir>/tensorboard`."""
+    """Open event files in the folder TENSORBOARD_DIR, as verl does, or in `<run_dir>/tensorboard`."""
     _import("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=first_step)
+    folder = os.environ.get("TENSORBOARD_DIR") or str(run_dir / "tensorboard")
+    writer = SummaryWriter(log_dir=folder, purge_step=first_step)
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -55,9 +55,9 @@ class TextVerifier(Verifier):
         if self.name == "passthrough":
             return
         labels: Sequence[Any] = [label]
-        if "re_search" in self.name:
+        if "re_search" in self.name or self.name == "string_f1":
             labels = label if isinstance(label, list | tuple) else as_labels(label)
-        if label is None or isinstance(label, bytes) or not labels:
+        if label is None or isinstance(label, bytes) or not as_labels(label):
             raise ValueError(f"Found label {label!r} of {self.name}; expected an answer.")
         for answer in labels:
             check_text_label(self.name, answer)

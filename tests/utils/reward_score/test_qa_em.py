@@ -132,3 +132,15 @@ def test_an_empty_answer_is_wrong_also_where_normalisation_leaves_nothing_of_the
 ):
     assert em_check(prediction, ["A"]) == right
     assert compute_score_em(f"<answer>{prediction}</answer>", {"target": ["A"]}) == right
+
+
+def test_letters_are_composed_on_both_sides():
+    composed = "<answer>Zo\u00eb</answer>"
+    decomposed = "<answer>Zoe\u0308</answer>"
+    for text in (composed, decomposed):
+        for golden in ("Zo\u00eb", "Zoe\u0308"):
+            assert default_compute_score("nq", text, {"target": [golden]}) == 1.0
+    assert qa_em.documents_hold_answer([{"contents": "by Zoe\u0308"}], ["Zo\u00eb"])
+    assert qa_em.has_unusual_letters({"target": ["\uff34\uff4f\uff4d"]})
+    assert qa_em.has_unusual_letters({"target": ["Tom\u2019s"]})
+    assert not qa_em.has_unusual_letters({"target": ["Tom\u2019s", "Tom's"]})

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
@@ -27,14 +28,39 @@ from verl.utils.text import is_encodable, is_printed_list
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _OPEN_ANSWER = re.compile(r"<answer>(?!.*</answer>)", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_CURLY = frozenset("\u2018\u2019\u201c\u201d")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _NUMBERS = re.compile(r"\[[\d\s.,+-]*\]")  # a list of numbers
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Return the text in lower case, without ASCII punctuation and English articles, with single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Return the text in lower case, without ASCII punctuation and English articles, with single spaces.
+
+    Letters with accents are composed (NFC), however a file or a policy writes them.
+    """
+    return " ".join(_ARTICLES.sub(" ", composed(text).lower().translate(_PUNCTUATION)).split())
+
+
+def composed(text: str) -> str:
+    """Return the text with its letters composed (NFC)."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def has_unusual_letters(ground_truth: Any) -> bool:
+    """Return whether all golden answers of a row have letters that a policy hardly writes.
+
+    These are full-width letters, ligatures and the like, and curly quotes. They are compared as they are.
+    """
+    answers = known_answers(ground_truth)
+    return bool(answers) and all(map(_is_unusual, answers))
+
+
+def _is_unusual(answer: str) -> bool:
+    if answer.isascii():
+        return False
+    is_compatible = unicodedata.normalize("NFKC", answer) != composed(answer)
+    return is_compatible or not _CURLY.isdisjoint(answer)
 
 
 def known_answers(ground_truth: Any) -> list[str]:
@@ -106,9 +132,10 @@ def em_check(prediction: str, golden: str | Iterable[str]) -> int:
     ignoring case. An empty prediction is never right.
     """
     normalized = normalize_answer(prediction)
-    written = prediction.strip().lower()
+    written = composed(prediction).strip().lower()
     if not normalized:
-        return int(bool(written) and any(answer.strip().lower() == written for answer in _strings(golden)))
+        answers = (composed(answer).strip().lower() for answer in _strings(golden))
+        return int(bool(written) and written in answers)
     return int(any(normalize_answer(answer) == normalized for answer in _strings(golden)))
 
 
@@ -135,8 +162,8 @@ def subem_check(prediction: str, golden: str | Iterable[str]) -> int:
 
 def documents_hold_answer(documents: Iterable[Mapping[str, Any]], golden: Iterable[str]) -> bool:
     """Return whether a golden answer occurs in the `contents` of a document, ignoring case."""
-    text = "\n".join(document["contents"] for document in documents).lower()
-    return any(answer.lower() in text for answer in golden)
+    text = composed("\n".join(document["contents"] for document in documents)).lower()
+    return any(composed(answer).lower() in text for answer in golden)
 
 
 def extract_solution(solution_str: str) -> str | None:
