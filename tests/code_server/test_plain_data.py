@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import base64
+import collections
 import contextlib
+import datetime
 import json
 import math
 import pickle
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from verl.code_server.answers import MAX_TEST_BYTES, decode_tests, same_output
 from verl.code_server.plain import modules_if_plain
-from verl.code_server.wire import Torn, decode, encode
+from verl.code_server.wire import NotPlain, Torn, decode, encode
 
 LEAVES = (
     st.none()
@@ -42,35 +45,57 @@ VALUES = st.recursive(
 )
 
 
-def no_object(*_: object) -> list:
-    raise AssertionError("a plain value needs no handle")
-
-
 @given(VALUES)
 def test_a_plain_value_arrives_equal_and_with_its_types(value):
-    arrived = decode(encode(value, no_object), no_object)
+    arrived = decode(encode(value))
     assert arrived == value
     assert repr(arrived) == repr(value) or isinstance(value, set | frozenset | dict | list | tuple)
 
 
 def test_not_a_number_and_half_a_surrogate_pair_arrive():
-    assert math.isnan(decode(encode(math.nan, no_object), no_object))
-    assert decode(encode("\ud800", no_object), no_object) == "\ud800"
+    assert math.isnan(decode(encode(math.nan)))
+    assert decode(encode("\ud800")) == "\ud800"
 
 
-def test_an_object_of_an_own_class_never_crosses_as_a_value():
-    class Always(int):
-        def __eq__(self, other: object) -> bool:
-            return True
+class Always(int):
+    def __eq__(self, other: object) -> bool:
+        return True
 
-    assert decode(encode([Always(3)], no_object), no_object) != [4]
-    assert decode(encode(object(), lambda value: ["h", 7]), lambda tag, number: (tag, number)) == ("h", 7)
+
+@pytest.mark.parametrize("value", [Always(3), [Always(3)], {"a": object()}, iter([]), lambda: 0, Always])
+def test_an_object_of_an_own_class_never_crosses(value):
+    with pytest.raises(NotPlain):
+        encode(value)
+
+
+Pair = collections.namedtuple("Pair", "x y")
+Stack = type("Stack", (list,), {"push": list.append})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [datetime.date(2020, 2, 29), datetime.datetime(2020, 1, 1, 5), datetime.timedelta(1), datetime.time(3),
+     slice(1, 2), ..., int, collections.Counter("aab"), collections.OrderedDict(a=1), array.array("i", [1]),
+     collections.defaultdict(list, a=[1]), collections.deque([1], 5), Pair(1, [2]), list(range(200)),
+     [1 << 70] * 200, [True] * 200],
+    ids=str,
+)  # fmt: skip
+def test_what_tests_compare_with_arrives_as_it_was(value):
+    arrived = decode(encode(value))
+    assert arrived == value
+    assert repr(arrived) == repr(value)
+
+
+def test_a_subclass_without_operators_crosses_as_its_plain_type():
+    arrived = decode(encode(Stack([1])))
+    assert arrived == [1]
+    assert type(arrived) is list
 
 
 @given(st.text() | st.recursive(st.integers() | st.text(), st.lists).map(json.dumps))
 def test_hostile_text_is_torn_or_plain_data_and_nothing_else(text):
     with contextlib.suppress(Torn):
-        decode(text, lambda tag, number: None)
+        decode(text)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +106,7 @@ def test_hostile_text_is_torn_or_plain_data_and_nothing_else(text):
 )  # fmt: skip
 def test_what_is_no_message_is_torn(text):
     with pytest.raises(Torn):
-        decode(text, lambda tag, number: None)
+        decode(text)
 
 
 def pack(value: object) -> str:

@@ -4,7 +4,7 @@ Start it with `uvicorn verl.code_server.app:app`, or see __main__.py.
 
 POST /test_program        {"program", "tests": ["assert f(1) == 2", ..], "max_execution_time"}
 POST /test_program_stdio  {"program", "tests": [{"input", "output"}, ..], "max_execution_time"}
-200  {"results": [1, 0], "runtimes": [0.0004, -1.0]}; with "detail": true also outcomes, sandbox, seconds
+200  {"results": [1, 0], "runtimes": [0.0004, -1.0]}; with "detail": true more of each
 POST /run                 {"program", "stdin", "max_execution_time"} -> {"stdout", "outcome", "runtime"}
 GET  /health              {"status": "healthy", "sandbox", "queue", "workers"}
 """
@@ -141,7 +141,7 @@ def create_app(settings: Settings, host: str | None = None) -> FastAPI:
             "runtimes": report.runtimes,
         }
         if request.detail:
-            reply |= {"outcomes": report.outcomes, "sandbox": supervisor.walls.tier}
+            reply |= {"outcomes": report.outcomes, "judged": report.judged, "sandbox": supervisor.walls.tier}
             reply["seconds"] = report.seconds
         return JSONResponse(reply)
 

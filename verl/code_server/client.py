@@ -2,12 +2,13 @@
 
 Environments and verifiers run programs through this module alone.
 
-    CodeClient(url).test(program, tests, stdio, limit) -> ([1, 0, ..], [seconds, -1.0, ..])
+    CodeClient(url).test(program, tests, stdio, limit) -> Results(passed=[1, 0, ..], ..)
     CodeClient(url).run(program, stdin, limit) -> (stdout, outcome)
 
-Both raise CouldNotVerify if no server answers. Any server with Open-Instruct's API will do. Without an
-address, and without CODE_API_URL in the environment, each process starts one server of its own at the first
-program. That server ends with the process, however the process ends.
+Both raise CouldNotVerify if no server answers, and `test` also if the server could not judge a test. Any
+server with Open-Instruct's API will do. Without an address, and without CODE_API_URL in the environment, each
+process starts one server of its own at the first program. That server ends with the process, however the
+process ends.
 """
 
 import atexit
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -34,12 +36,30 @@ from verl.utils.errors import CouldNotVerify
 URL_VARIABLE = "CODE_API_URL"
 QUEUE_SECONDS = 300.0  # the time that a program may wait for its turn, in addition to the time of its tests
 START_SECONDS = 60.0
+UNJUDGED = ("opaque_value", "judge_failed")  # the outcomes that are no verdicts
 TRY_AGAIN = (429, 500, 502, 503, 504)
 # The errors that a reply of another shape raises.
-MALFORMED_REPLY_ERRORS = (ValueError, TypeError, LookupError, RecursionError)
+MALFORMED_REPLY_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 Read = TypeVar("Read")
 _turns = itertools.count(os.getpid())  # processes start at different servers
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a program's tests.
+
+    Attributes:
+        passed: 1 or 0 for each test.
+        seconds: The seconds of each test, which are -1.0 if it did not pass.
+        num_inside: The number of tests that were judged in the program's own process.
+        num_unjudged: The number of tests that the server could not judge.
+    """
+
+    passed: list[int]
+    seconds: list[float]
+    num_inside: int = 0
+    num_unjudged: int = 0
 
 
 class CodeClient:
@@ -65,7 +85,7 @@ class CodeClient:
 
     def test(
         self, program: str, tests: Sequence[Any] | str, stdio: bool = False, limit: float = 1.0
-    ) -> tuple[list[int], list[float]]:
+    ) -> Results:
         """Test a program, and return which tests passed and how long each took.
 
         Args:
@@ -74,17 +94,20 @@ class CodeClient:
             stdio: Whether the tests compare standard output for a standard input.
             limit: The seconds for the load of the program and for each test.
 
-        Returns:
-            1 or 0 for each test, and the seconds of each test, which are -1.0 if it did not pass.
+        Raises:
+            CouldNotVerify: If no server answers, or if the server could not judge a test.
         """
         number = None if isinstance(tests, str) else len(tests)
         if number == 0:
-            return [], []
+            return Results([], [])
         path = "/test_program_stdio" if stdio else "/test_program"
-        body = {"program": program, "tests": tests, "max_execution_time": limit}
+        body = {"program": program, "tests": tests, "max_execution_time": limit, "detail": True}
         # The number of packed tests is unknown here. No list of a dataset takes longer than 100 tests.
         seconds = limit * (1 + (number or 100)) + self.queue_seconds
-        return ask(self.urls, path, body, seconds, lambda reply: read_results(reply, number))
+        results = ask(self.urls, path, body, seconds, lambda reply: read_results(reply, number))
+        if results.num_unjudged:
+            raise CouldNotVerify(f"{results.num_unjudged} of {len(results.passed)} tests could not be judged")
+        return results
 
     def run(self, program: str, stdin: str = "", limit: float = 1.0) -> tuple[str, str]:
         """Run a program, and return its standard output and its outcome.
@@ -95,8 +118,8 @@ class CodeClient:
         return ask(self.urls, "/run", body, limit + self.queue_seconds, itemgetter("stdout", "outcome"))
 
 
-def read_results(reply: Any, number: int | None) -> tuple[list[int], list[float]]:
-    """Return the 0 or 1 and the seconds of each test in a reply.
+def read_results(reply: Any, number: int | None) -> Results:
+    """Return the results of a reply. A server of others does not say how it has judged.
 
     Raises any of `MALFORMED_REPLY_ERRORS` if the reply does not have one of both for each test.
     """
@@ -108,7 +131,13 @@ def read_results(reply: Any, number: int | None) -> tuple[list[int], list[float]
         or not all(map(math.isfinite, runtimes))
     ):
         raise ValueError("a reply of another shape")
-    return list(map(int, results)), list(map(float, runtimes))
+    outcomes = reply.get("outcomes", [])
+    return Results(
+        list(map(int, results)),
+        list(map(float, runtimes)),
+        num_inside=list(reply.get("judged", [])).count("inside"),
+        num_unjudged=sum(outcome in UNJUDGED for outcome in outcomes),
+    )
 
 
 def ask(urls: Sequence[str], path: str, body: Any, seconds: float, read: Callable[[Any], Read]) -> Read:

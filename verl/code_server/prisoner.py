@@ -14,104 +14,99 @@ import _socket
 import _thread
 import gc
 import marshal
-import operator
 import posix
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from verl.code_server.wire import Peer, Torn, parts_of, receive
+from verl.code_server.inside import InsideTest, Library
+from verl.code_server.wire import NotPlain, Torn, answer, receive
 
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "get": getattr,
-    "set": setattr,
-    "item": operator.getitem,
-    "set_item": operator.setitem,
-    **{kind.__name__: kind for kind in (bool, isinstance, iter, len, next, repr, str)},
-    **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul")},
-}
+MUTABLE = ("list", "dict", "set", "bytearray", "deque", "Counter", "OrderedDict", "defaultdict", "ndarray")
 
 
 class ProgramServer:
     """The servant of the judge over one channel.
 
-    It serves the names of the program, and operations on its objects. Each test begins with the operation
-    `lookup`, or is the operation `run`. Both load the program anew. If they get the list of the program's
+    It evaluates what a test asks of the program, or runs the whole test. Each test begins with the question
+    `load`, or is the question `run`. Both load the program anew. If they get the list of the program's
     modules, the program is plain (plain.py), and more tests may follow.
     """
 
     def __init__(self, fd: int, code: Any) -> None:
+        self.fd = fd
         self.code = code
         self.num_tests = 0  # the number of tests so far, if the program is plain
-        self.objects: list[Any] = []  # the objects by the number of their handle
-        self.numbers: dict[int, int] = {}  # the numbers of the handles by the id() of the object
-        self.callbacks: dict[int, tuple[Any, int]] = {}  # the test's callables and their numbers by id()
-        self.peer = Peer(fd, self.serve, self.pack, self.unpack)
+        self.namespace: dict[str, Any] = {}
+        self.library: Library | None = None
 
     def run(self) -> None:
         try:
             while True:
-                self.peer.answer_next()
+                answer(self.fd, self.serve)
         except Torn:
             pass
 
-    def pack(self, value: Any) -> list[Any]:
-        if id(value) in self.callbacks:
-            return ["c", self.callbacks[id(value)][1]]
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.objects)
-            self.objects.append(value)
-        return ["h", self.numbers[id(value)]]
+    def serve(self, question: str, *parts: Any) -> Any:
+        return getattr(self, question)(*parts)
 
-    def unpack(self, tag: str, number: int) -> Any:
-        if tag == "h":
-            return self.objects[number]
-        request = self.peer.request
-
-        def callback(*args: Any) -> Any:  # the only thing besides plain data that a program gets hold of
-            return request("callback", number, list(args))
-
-        self.callbacks[id(callback)] = callback, number
-        return callback
-
-    def serve(self, op: str, *args: Any) -> Any:
-        if op in ("lookup", "run"):
-            return (self.lookup if op == "lookup" else self.run_text)(*args)
-        if op == "call":
-            function, positional, named = args
-            result = function(*positional, **named)
-            return [result, [item if isinstance(item, list | dict | set) else None for item in positional]]
-        return OPERATORS[op](*args)
-
-    def lookup(self, names: list[str], modules: list[str] | None = None) -> Any:
-        """Load the program and say where the judge gets each name.
+    def load(
+        self, names: list[str], modules: list[str] | None, imports: list[str], attributes: list[str]
+    ) -> list[Any]:
+        """Load the program and say what each name stands for.
 
         Args:
             names: The names that a test uses.
             modules: The modules of a plain program. None if the program is not plain.
+            imports: The modules that the test imports, if it may run here.
+            attributes: The attributes in the test's text.
 
         Returns:
-            A list of the exception of loading the program (None, or as from `parts_of`) and a dictionary with
-            an entry for each name that the program has. The entry is ["module", module, name] for a name to
-            import, or ["value", value].
+            A list of the exception's name of loading the program, or "", and a dictionary with an entry for
+            each name that the program has: its kind and, if it may be imported, its module.
         """
         if modules is not None:
             self.reset_between_tests(modules)
             modes = ("rb", "wb", "wb")
             open_streams([_io.open(fd, mode, closefd=False) for fd, mode in enumerate(modes)])
-        namespace, problem = load(self.code, "program")
-        sources: dict[str, Any] = {}
-        for name in names:
-            if name in namespace:
-                value = namespace[name]
-                home = getattr(value, "__module__", None)
-                if isinstance(value, type(sys)):
-                    sources[name] = ["module", value.__name__, ""]
-                elif home in sys.stdlib_module_names and getattr(sys.modules.get(home), name, self) is value:
-                    sources[name] = ["module", home, name]
-                else:
-                    sources[name] = ["value", value]
-        return [None if problem is None else parts_of(problem), sources]
+        else:
+            self.library = Library(imports, attributes)
+        self.namespace, problem = load(self.code, "program")
+        sources = {name: source_of(name, self.namespace[name]) for name in names if name in self.namespace}
+        return ["" if problem is None else type(problem).__name__, sources]
+
+    def evaluate(self, name: str, steps: list[Any]) -> list[Any]:
+        """Evaluate attributes and calls of one of the program's names.
+
+        Returns:
+            The value, the calls' arguments that may have changed, and whether the value has a class of the
+            program.
+
+        Args:
+            name: The name.
+            steps: For each step ["a", attribute], or ["c", arguments, named arguments].
+        """
+        value = first = self.namespace[name]
+        given: list[Any] = []
+        for kind, *parts in steps:
+            if kind == "a":
+                value = getattr(value, parts[0])
+            else:
+                arguments, named = parts
+                given.extend(arguments)
+                value = value(*arguments, **named)
+        is_made = len(steps) == 1 and steps[0][0] == "c" and isinstance(first, type)
+        if is_made and not isinstance(value, first):
+            raise NotPlain("a class that makes something else")
+        changed = [[index, item] for index, item in enumerate(given) if type(item).__name__ in MUTABLE]
+        is_own = getattr(type(value), "__module__", "") == "program"
+        return [value, changed, is_own]
+
+    def test(self, nonce: int, code: bytes, names: list[str], value: int) -> list[Any]:
+        """Run a test with the program (see `InsideTest`), and return [nonce, outcome]."""
+        assert self.library is not None
+        test = InsideTest(self.namespace, self.library, names, value)
+        return [nonce, test.run(marshal.loads(code))]
 
     def run_text(self, text: str, modules: list[str]) -> list[Any]:
         """Run a plain program with a text as stdin, and return [exit status, stdout]."""
@@ -136,12 +131,31 @@ class ProgramServer:
             restrict_codecs()
         for module in ("program", "__main__"):
             sys.modules.pop(module, None)
-        for table in (self.objects, self.numbers, self.callbacks):
-            table.clear()
+        self.namespace = {}
         sys.setrecursionlimit(1000)
         for clear in getattr(sys.modules.get("typing"), "_cleanups", ()):
             clear()
         gc.collect()
+
+
+def source_of(name: str, value: Any) -> list[str]:
+    """Return the kind of a program's value, and the module from which the judge may import it, or ""."""
+    kind = type(value)
+    if kind is type(sys):
+        return ["module", value.__name__]
+    is_class = isinstance(value, type)
+    home = getattr(value, "__module__", None)
+    if (
+        type(home) is not str
+        or home not in sys.stdlib_module_names
+        or getattr(sys.modules.get(home), name, None) is not value
+    ):
+        home = ""
+    word = "class" if is_class else "function" if kind.__name__ in FUNCTIONS else "value"
+    return [word, home]
+
+
+FUNCTIONS = ("function", "builtin_function_or_method", "method", "_lru_cache_wrapper", "partial")
 
 
 def open_streams(files: list[Any]) -> None:
@@ -170,6 +184,7 @@ def restrict_codecs() -> None:
 def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
     """Run the code of a program as a module, and return its names and the exception that it raised."""
     module = type(sys)(name)
+    module.__dict__["__builtins__"] = vars(sys.modules["builtins"])  # this module has builtins of its own
     sys.modules[name] = module
     try:
         exec(code, module.__dict__)

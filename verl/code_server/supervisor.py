@@ -34,6 +34,7 @@ WATCH_SECONDS = 0.02  # the time between two looks at the memory of running sand
 START_SECONDS = 10.0  # a sandbox that is not ready by then never will be
 SHARED_BYTES = 8 << 20  # the memory that each process shares with the zygote
 MANY_PROCESSES = 4  # if a sandbox has more processes than these, they run at the lowest priority
+MAX_JUDGE_FAILURES = 3
 MANY_FAILURES = 20  # if so many sandboxes in a row did not start, none will
 MAX_SHARED_CHARACTERS = 1 << 20  # the limit of the inputs that go to one process, as messages
 SPOILT = {"crashed", "memory", "output_limit"}  # the outcomes after which a judge takes no other program
@@ -51,17 +52,22 @@ class Report:
 
     Attributes:
         outcomes: The outcome of each test: passed, failed, error:Type, timeout, memory, output_limit,
-            opaque_value, crashed or program_error.
+            crashed or program_error; or opaque_value and judge_failed, which are no verdicts.
+        judged: For each test "inside" if its verdict was made in the program's process, else "outside".
         runtimes: The seconds of each test by the server's clock, or -1.0 if it did not pass.
+        num_failures: The number of times that the judge itself has failed.
         seconds: The seconds of all tests together.
     """
 
     outcomes: list[str] = field(default_factory=list)
     runtimes: list[float] = field(default_factory=list)
+    judged: list[str] = field(default_factory=list)
+    num_failures: int = 0
     seconds: float = 0.0
 
-    def add(self, outcome: str, runtime: float) -> None:
+    def add(self, outcome: str, runtime: float, judged: str = "outside") -> None:
         self.outcomes.append(outcome)
+        self.judged.append(judged)
         self.runtimes.append(runtime if outcome == "passed" else -1.0)
 
 
@@ -322,12 +328,22 @@ class Supervisor:
                     judge, [texts, program, False], limit, code, link.fileno()
                 )
             over = prisoner.over_memory or judge.over_memory
-            for outcome, seconds, _ in lines:
-                report.add("memory" if over and outcome == "crashed" else outcome, seconds)
+            ending = lines.pop()[0] if lines and lines[-1][0] in ("gone", "judge_failed") else ""
+            if not (lines or loaded or ending or over or timeout):
+                ending = "judge_failed"  # it has ended before it read the program
+            for outcome, seconds, where in lines:
+                report.add(
+                    "memory" if over and outcome == "crashed" else outcome, seconds, where or "outside"
+                )
             # If the load itself takes too long, no test can do better.
             if timeout and len(lines) < len(texts):
                 for _ in range(1 if loaded or lines else len(texts)):
                     report.add("timeout", -1.0)
+            elif ending == "judge_failed":  # this says nothing about the program, which is tried again
+                judge.reusable = False
+                report.num_failures += 1
+                if report.num_failures > MAX_JUDGE_FAILURES:
+                    report.add("judge_failed", -1.0)
             elif not lines or over and len(lines) < len(texts) and lines[-1][0] != "crashed":
                 report.add("memory" if over else "crashed", -1.0)
             else:  # the remaining tests are tried again in a new sandbox
@@ -346,7 +362,7 @@ class Supervisor:
             The outcome, seconds and output of each test that the judge has reported, whether the program is
             loaded, and whether the time of the next test is over.
         """
-        text = encode(job, lambda value: [None]).encode()
+        text = encode(job).encode()
         with memory_file(text) as file, memory_file() as reports:
             began = time.monotonic()
             deadline = began + limit
@@ -367,7 +383,7 @@ class Supervisor:
             (outcome, ends[index + 1] - ends[index], out)
             for index, (outcome, _, out) in enumerate(rows[loaded:])
         ]
-        return [line for line in lines if line[0] != "gone"], loaded, timeout
+        return lines, loaded, timeout
 
     async def test_stdio(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
         """Continue the tests from where the report ends, in one sandbox, as long as it lasts."""

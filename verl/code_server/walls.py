@@ -29,7 +29,7 @@ from typing import Any
 
 NOBODY = 65534
 TIERS = ("namespaces", "landlock", "none")
-SCRIPT_MODULES = ("wire", "prisoner", "plain", "judge", "zygote")
+SCRIPT_MODULES = ("wire", "inside", "prisoner", "plain", "rewriting", "judge", "zygote")
 FORBIDDEN = (
     "socket ptrace process_vm_readv process_vm_writev pidfd_getfd kcmp bpf perf_event_open keyctl "
     "add_key request_key io_uring_setup io_uring_enter io_uring_register userfaultfd mount umount2 "
@@ -40,8 +40,12 @@ FORBIDDEN = (
     "personality modify_ldt ioperm iopl nfsservctl lookup_dcookie mbind set_mempolicy migrate_pages "
     "move_pages setsid sethostname setdomainname mknod mknodat seccomp "
     "setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr sched_setaffinity "
-    "process_madvise process_mrelease"
+    "process_madvise process_mrelease membarrier "
+    # What reaches objects of the whole kernel: names of sockets, disks, watches, requests to read and write.
+    "bind connect listen accept accept4 sendmmsg sync syncfs sync_file_range inotify_init inotify_init1 "
+    "inotify_add_watch io_setup io_submit io_getevents io_pgetevents io_destroy io_cancel"
 )
+LOCKS = (6, 7, 37, 38)  # the commands of fcntl for locks on files
 # The calls that Landlock does not govern, but a mount or PID namespace does.
 REACHING_OUT = (
     "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat setxattr "
@@ -49,7 +53,8 @@ REACHING_OUT = (
 )
 BUBBLEWRAP = (
     "--unshare-user --unshare-pid --as-pid-1 --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try "
-    "--cap-add CAP_SYS_ADMIN --new-session --die-with-parent --clearenv --tmpfs /tmp --chdir /tmp"
+    "--cap-add CAP_SYS_ADMIN --new-session --die-with-parent --clearenv --tmpfs /tmp --symlink /tmp /dev/shm "
+    "--chdir /tmp"
 )
 NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000, 0x80)
 ADVICE = (
@@ -76,12 +81,12 @@ class Limits:
     """
 
     memory_mb: int = 512
-    output_mb: float = 1.0
+    output_mb: float = 8.0
     processes: int = 12
     tmp_mb: int = 64
 
 
-def seccomp_program(namespaces: bool, fork: bool) -> bytes:
+def seccomp_program(namespaces: bool, fork: bool = True, sends_files: bool = False) -> bytes:
     """Return the filter of system calls as BPF.
 
     Calls that reach beyond the process fail.
@@ -89,6 +94,8 @@ def seccomp_program(namespaces: bool, fork: bool) -> bytes:
     Args:
         namespaces: Whether the sandbox has namespaces, which govern some calls.
         fork: Whether the process may start others. Without it, these calls fail, too.
+        sends_files: Whether the process may send open files. The kernel counts those that are under way for
+            all processes of a user.
     """
     import pyseccomp
 
@@ -106,6 +113,15 @@ def seccomp_program(namespaces: bool, fork: bool) -> bytes:
     for flag in NAMESPACE_FLAGS:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
     low = pyseccomp.MASKED_EQ, 0xFFFFFFFF  # the kernel reads only the low half of these arguments
+    if not sends_files:
+        rules.add_rule(refusal, "sendmsg")
+    rules.add_rule(refusal, "sendto", pyseccomp.Arg(4, pyseccomp.NE, 0))  # to a socket by its name
+    # A lock on a file seems to succeed. The files that programs share are for reading only.
+    rules.add_rule(pyseccomp.ERRNO(0), "flock")
+    for command in LOCKS:
+        rules.add_rule(pyseccomp.ERRNO(0), "fcntl", pyseccomp.Arg(1, *low, command))
+    for command in (1024, 1026):  # leases and notices of changes
+        rules.add_rule(refusal, "fcntl", pyseccomp.Arg(1, *low, command))
     rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # the limits of another process
     for command in (1036, 1038):  # hints about how a file is written, which outlast the process
         rules.add_rule(refusal, "fcntl", pyseccomp.Arg(1, *low, command))
@@ -350,8 +366,11 @@ class Walls:
             "readable": readable,
             "landlock": b"".join(word.to_bytes(8, sys.byteorder) for word in words),
             "landlock_nested": bytes(16) + words[2].to_bytes(8, sys.byteorder),
-            "seccomp": seccomp_program(namespaces, fork=True),
-            "seccomp_no_fork": seccomp_program(namespaces, fork=False),
+            "seccomp": {
+                "prisoner": seccomp_program(namespaces),
+                "judge": seccomp_program(namespaces, sends_files=True),
+            },
+            "seccomp_no_fork": seccomp_program(namespaces, fork=False, sends_files=True),
             "path": [self.package_folder()] if self.package_paths else [],
             "judge_imports": ["numpy"]
             if any(package.name == "numpy" for package in self.package_paths)
@@ -360,10 +379,11 @@ class Walls:
 
 
 LOADER = """
-import marshal, sys
+import builtins, marshal, sys
 modules, settings = marshal.load(sys.stdin.buffer)
 for name, code in modules:
     module = sys.modules[name] = type(sys)(name)
+    module.__dict__["__builtins__"] = dict(vars(builtins))  # a program can change those of all others
     exec(code, module.__dict__)
 del modules, code
 module.main(settings)

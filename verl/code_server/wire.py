@@ -1,8 +1,9 @@
-"""Plain data between two processes that don't trust each other: typed JSON in frames, and calls over it.
+"""Plain data between two processes that don't trust each other: typed JSON in frames, and questions over it.
 
     None, bool, int, str   as in JSON (large ints: ["i", hex])       ["f", hex] float      ["b", latin1] bytes
     ["l", ..] list   ["t", ..] tuple   ["s", ..] set   ["z", ..] frozenset   ["d", key, value, ..] dict
-    ["m", name, ..]  a type of MAKERS from its arguments              ["h", n]    handle    ["c", n]  callback
+    ["m", name, ..]  a type of MAKERS from its arguments             ["k", name] a constant or a builtin type
+    ["n", name, fields, ..]  a named tuple
 
 Nothing here runs code that the other side names, and every size is bounded. This module imports only modules
 that are written in C (`_json`, `_socket`), because each module that a sandbox has loaded makes each of its
@@ -19,16 +20,30 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MAX_BYTES = 8 << 20  # the limit of one message
+MAX_BYTES = 48 << 20  # the limit of one message
 # The module of a type, and a function that returns the arguments which make a value of it.
 MAKERS: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "complex": ("builtins", lambda value: [value.real, value.imag]),
     "range": ("builtins", lambda value: [value.start, value.stop, value.step]),
+    "slice": ("builtins", lambda value: [value.start, value.stop, value.step]),
     "bytearray": ("builtins", lambda value: [bytes(value)]),
     "deque": ("collections", lambda value: [list(value), value.maxlen]),
+    "Counter": ("collections", lambda value: [dict(value)]),
+    "OrderedDict": ("collections", lambda value: [dict(value)]),
+    "defaultdict": ("collections", lambda value: [value.default_factory, dict(value)]),
     "Decimal": ("decimal", lambda value: [str(value)]),
     "Fraction": ("fractions", lambda value: [value.numerator, value.denominator]),
+    "array": ("array", lambda value: [value.typecode, value.tolist()]),
+    "date": ("datetime", lambda value: [value.year, value.month, value.day]),
+    "time": ("datetime", lambda value: [*clock_of(value)]),
+    "datetime": ("datetime", lambda value: [value.year, value.month, value.day, *clock_of(value)]),
+    "timedelta": ("datetime", lambda value: [value.days, value.seconds, value.microseconds]),
 }
+TYPES = "bool int float complex str bytes bytearray list tuple set frozenset dict range slice type object"
+CONSTANTS: dict[str, Any] = {name: getattr(builtins, name) for name in TYPES.split()}
+CONSTANTS |= {"Ellipsis": ..., "NotImplemented": NotImplemented, "NoneType": type(None)}
+NAMES = {id(constant): name for name, constant in CONSTANTS.items()}
+SMALL = 1 << 60
 escape: Callable[[str], str] = _json.encode_basestring_ascii
 
 
@@ -39,20 +54,23 @@ class Torn(BaseException):
     """
 
 
-class TooLarge(Torn):
-    """The error that a message is above MAX_BYTES."""
+class NotPlain(Exception):
+    """The error that a value is no plain data, or too large to cross."""
 
 
-def encode(value: Any, other: Callable[[Any], list[Any]]) -> str:
+def clock_of(value: Any) -> list[int]:
+    if value.tzinfo is not None:
+        raise NotPlain("a time zone")
+    return [value.hour, value.minute, value.second, value.microsecond]
+
+
+def encode(value: Any) -> str:
     """Return the JSON text of a value.
 
-    A value of a subclass of a plain type becomes one of the plain type.
-
-    Args:
-        value: The value.
-        other: Takes an object of no plain type, and returns the items of the list that stands for it.
+    A value of a subclass of a plain type becomes one of the plain type, if the subclass defines no operator.
 
     Raises:
+        NotPlain: If the value is no plain data, or holds anything that is none.
         RecursionError: If the value is nested too deep, or within itself.
     """
     kind = type(value)
@@ -65,46 +83,123 @@ def encode(value: Any, other: Callable[[Any], list[Any]]) -> str:
     if kind is str:
         return escape(value)
     if kind is int:
-        return int.__repr__(value) if -(1 << 60) < value < 1 << 60 else f'["i","{value:x}"]'
+        return int.__repr__(value) if -SMALL < value < SMALL else f'["i","{value:x}"]'
     if kind is float:
         return f'["f","{value.hex()}"]'
+    is_long = kind is list and len(value) > 99 and set(map(type, value)) == {int}
+    if is_long and min(value) > -SMALL and max(value) < SMALL:
+        return f'["l",{repr(value)[1:]}'
     plain: Any
     for plain, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
-        if isinstance(value, plain):
-            return "".join([f'["{tag}"', *["," + encode(item, other) for item in plain.__iter__(value)], "]"])
-    if isinstance(value, dict):
-        pairs = [f",{encode(key, other)},{encode(dict.__getitem__(value, key), other)}" for key in [*value]]
-        return "".join(['["d"', *pairs, "]"])
-    if isinstance(value, bytes):
-        return f'["b",{escape(bytes.decode(value, "latin1"))}]'
-    if isinstance(value, int):
-        return encode(int.__pos__(value), other)
-    if isinstance(value, float):
-        return encode(float.__pos__(value), other)
-    if isinstance(value, str):
-        return escape(str.__str__(value))
-    home = getattr(kind, "__module__", None)
-    name = kind.__name__
+        if kind is plain:
+            return "".join([f'["{tag}"', *["," + encode(item) for item in value], "]"])
+    if kind is dict:
+        return "".join(['["d"', *[f",{encode(key)},{encode(item)}" for key, item in value.items()], "]"])
+    if kind is bytes:
+        return f'["b",{escape(value.decode("latin1"))}]'
+    if id(value) in NAMES:
+        return f'["k","{NAMES[id(value)]}"]'
+    home = type.__getattribute__(kind, "__module__")
+    name = type.__getattribute__(kind, "__name__")
     if name in MAKERS and MAKERS[name][0] == home:
-        return encode_parts(name, MAKERS[name][1](value), other)
+        return encode_parts("m", [name, *MAKERS[name][1](value)])
     if home == "numpy":
-        if kind.__name__ == "ndarray" and value.dtype.kind in "biufcSU":
-            return encode_parts("ndarray", [value.tolist(), value.dtype.str], other)
-        if hasattr(value, "item") and kind.__name__ != "ndarray" and type(value.item()) is not kind:
-            return encode(value.item(), other)
-    return encode([*other(value)], other).replace('"l",', "", 1)
+        return encode_numpy(value)
+    for plain in (int, float, str, tuple, list, dict, set, frozenset, bytes):
+        if issubclass(kind, plain):
+            return encode_subclass(value, plain)
+    raise NotPlain(name)
 
 
-def encode_parts(name: str, parts: list[Any], other: Callable[[Any], list[Any]]) -> str:
-    return "".join([f'["m","{name}"', *["," + encode(part, other) for part in parts], "]"])
+def encode_parts(tag: str, parts: list[Any]) -> str:
+    return "".join([f'["{tag}"', *["," + encode(part) for part in parts], "]"])
+
+
+def encode_numpy(value: Any) -> str:
+    """Return the text of an array or a scalar of numpy."""
+    if type(value).__name__ != "ndarray":
+        item = value.item() if hasattr(value, "item") and not hasattr(value, "fields") else value
+        if type(item) in (bool, int, float, complex, str, bytes):
+            return encode(item)
+    elif value.dtype.kind in "biufcSU":
+        return encode_parts("m", ["ndarray", value.tolist(), value.dtype.str])
+    elif value.dtype.kind in "Mm":
+        return encode_parts("m", ["ndarray", value.astype("i8").tolist(), value.dtype.str])
+    raise NotPlain("an array of objects")
+
+
+OPERATORS = frozenset(
+    [
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__contains__",
+        "__getitem__",
+        "__missing__",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__rtruediv__",
+        "__floordiv__",
+        "__rfloordiv__",
+        "__mod__",
+        "__rmod__",
+        "__pow__",
+        "__rpow__",
+        "__and__",
+        "__rand__",
+        "__or__",
+        "__ror__",
+        "__xor__",
+        "__rxor__",
+        "__matmul__",
+        "__rmatmul__",
+        "__iadd__",
+        "__isub__",
+        "__array__",
+        "__array_ufunc__",
+        "__array_function__",
+        "__array_interface__",
+        "__array_struct__",
+        "__class__",
+        "__bool__",
+        "__instancecheck__",
+        "__subclasscheck__",
+        "__getattribute__",
+        "__getattr__",
+        "__iter__",
+        "__len__",
+    ]
+)
+
+
+def classes_of(kind: type) -> tuple[type, ...]:
+    """Return the classes that a type inherits from, whatever its metaclass says."""
+    return type.__dict__["__mro__"].__get__(kind)
+
+
+def encode_subclass(value: Any, plain: Any) -> str:
+    kind = type(value)
+    for base in classes_of(kind):
+        if base is plain:
+            break
+        if OPERATORS & type.__dict__["__dict__"].__get__(base).keys():
+            raise NotPlain(kind.__name__)
+    fields = getattr(kind, "_fields", None)
+    if plain is tuple and type(fields) is tuple and len(fields) == len(value):
+        return encode_parts("n", [kind.__name__, [*fields], *tuple.__iter__(value)])
+    return encode(plain(value) if plain is not str else str.__str__(value))
 
 
 def refuse(*_: Any) -> Any:
     raise Torn("not a message")
-
-
-def parse_int(text: str) -> int:
-    return int(text) if len(text) < 21 else refuse()
 
 
 class ScannerSettings:
@@ -115,7 +210,7 @@ class ScannerSettings:
     object_pairs_hook = staticmethod(refuse)
     parse_float = staticmethod(refuse)
     parse_constant = staticmethod(refuse)
-    parse_int = staticmethod(parse_int)
+    parse_int = int  # Python itself refuses texts of more than 4,300 digits
     memo: dict[str, str] = {}
 
 
@@ -123,13 +218,8 @@ settings: Any = ScannerSettings
 scan = _json.make_scanner(settings)
 
 
-def decode(text: str, other: Callable[[str, int], Any]) -> Any:
+def decode(text: str) -> Any:
     """Return the value of a text that `encode` made.
-
-    Args:
-        text: The text.
-        other: Takes "h" and the number of a handle, or "c" and the number of a callback, and returns its
-            object.
 
     Raises:
         Torn: If `encode` can't have made the text, whatever the text is.
@@ -138,45 +228,50 @@ def decode(text: str, other: Callable[[str, int], Any]) -> Any:
         tree, end = scan(text, 0)
         if end != len(text):
             refuse()
-        return build(tree, other)
+        return build(tree)
     except (StopIteration, ValueError, TypeError, ArithmeticError, LookupError, ImportError, AttributeError):
         raise Torn("not a message") from None
     except RecursionError:
         raise Torn("nested too deep") from None
 
 
-def build(tree: Any, other: Callable[[str, int], Any]) -> Any:
+def build(tree: Any) -> Any:
     if type(tree) is not list:
         return tree
     tag, *items = tree
     if tag == "l":
-        return [build(item, other) for item in items]
+        return [build(item) for item in items] if len(items) < 100 or list in map(type, items) else items
     if tag == "f":
         (text,) = items
         return float.fromhex(text)
     if tag == "t":
-        return tuple([build(item, other) for item in items])
+        return tuple([build(item) for item in items])
     if tag == "d":
-        keys = [build(item, other) for item in items[::2]]
-        return dict(zip(keys, [build(item, other) for item in items[1::2]], strict=True))
+        keys = [build(item) for item in items[::2]]
+        return dict(zip(keys, [build(item) for item in items[1::2]], strict=True))
     if tag in ("s", "z"):
-        return (set if tag == "s" else frozenset)([build(item, other) for item in items])
+        return (set if tag == "s" else frozenset)([build(item) for item in items])
     if tag == "i":
         (text,) = items
         return int(text, 16)
     if tag == "b":
         (text,) = items
         return text.encode("latin1")
+    if tag == "k":
+        (text,) = items
+        return CONSTANTS[text]
+    if tag == "n":
+        kind = __import__("collections").namedtuple(items[0], build(items[1]))
+        return kind(*[build(item) for item in items[2:]])
     if tag == "m" and items[0] == "ndarray":
         _, rows, dtype = items
-        if dtype[1] not in "biufcSU" or len(dtype) > 8:
+        if dtype[1] not in "biufcSUMm" or len(dtype) > 12:
             refuse()
-        return __import__("numpy").array(build(rows, other), dtype=dtype)
+        array = __import__("numpy").array(build(rows), dtype="i8" if dtype[1] in "Mm" else dtype)
+        return array.view(dtype) if dtype[1] in "Mm" else array
     if tag == "m":
         home = __import__(MAKERS[items[0]][0])
-        return getattr(home, items[0])(*[build(item, other) for item in items[1:]])
-    if tag in ("h", "c") and type(items[0]) is int and len(items) == 1:
-        return other(tag, items[0])
+        return getattr(home, items[0])(*[build(item) for item in items[1:]])
     return refuse()
 
 
@@ -197,12 +292,10 @@ def receive(of: _socket.socket) -> tuple[bytes, list[int]]:
 
 def write_frame(fd: int, text: str) -> None:
     data = text.encode("ascii")
-    if len(data) > MAX_BYTES:
-        raise TooLarge("a value is too large to cross")
-    data = len(data).to_bytes(4, "little") + data
+    view = memoryview(len(data).to_bytes(4, "little") + data)
     try:
-        while data:
-            data = data[posix.write(fd, data) :]
+        while view:
+            view = view[posix.write(fd, view) :]
     except OSError:
         raise Torn("the other side is gone") from None
 
@@ -217,7 +310,7 @@ def read_frame(fd: int) -> str:
     num_bytes = 0
     while num_bytes < size:
         try:
-            chunks.append(posix.read(fd, 1 << 16))
+            chunks.append(posix.read(fd, 1 << 18))
         except OSError:
             raise Torn("the other side is gone") from None
         if not chunks[-1]:
@@ -227,95 +320,79 @@ def read_frame(fd: int) -> str:
             chunks = [b"".join(chunks)]
             size += int.from_bytes(chunks[0][:4], "little")
             if size > MAX_BYTES + 4:
-                raise TooLarge("a message is too large")
+                raise Torn("a message is too large")
     try:
         return b"".join(chunks)[4:].decode("ascii") if num_bytes == size else refuse()
     except UnicodeDecodeError:
         raise Torn("not a message") from None
 
 
-class Peer:
-    """One end of calls that may nest in both directions.
+def ask(fd: int, *question: Any) -> Any:
+    """Send a question and return the answer of the other side.
 
-    While one side waits for an answer, it serves the other.
-
-    Args:
-        fd: The file of the channel.
-        serve: Does what a message asks for, as `serve(op, *arguments)`.
-        pack: Packs objects that are no plain data, as `other` of `encode`.
-        unpack: Unpacks objects that are no plain data, as `other` of `decode`.
+    Raises:
+        NotPlain: If the question or its answer is no plain data. The argument is "question" or "answer".
+        Torn: If there is no answer, or if it is none.
+        BaseException: The exception of the other side, as a builtin one.
     """
+    try:
+        text = encode([*question])
+    except (NotPlain, RecursionError):
+        raise NotPlain("question") from None
+    if len(text) > MAX_BYTES:
+        raise NotPlain("question")
+    write_frame(fd, text)
+    answer = decode(read_frame(fd))
+    if type(answer) is not list or not answer or type(answer[0]) is not str:
+        refuse()
+    kind, *parts = answer
+    if kind == "ok" and len(parts) == 1:
+        return parts[0]
+    if kind == "other":
+        raise NotPlain("answer")
+    if kind == "raise" and len(parts) == 3 and type(parts[1]) is list:
+        raise exception_of(*parts)
+    return refuse()
 
-    def __init__(
-        self,
-        fd: int,
-        serve: Callable[..., Any],
-        pack: Callable[[Any], list[Any]],
-        unpack: Callable[[str, int], Any],
-    ) -> None:
-        self.fd = fd
-        self.serve = serve
-        self.pack = pack
-        self.unpack = unpack
 
-    def request(self, *message: Any) -> Any:
-        """Send a message and return the answer of the other side.
+def answer(fd: int, serve: Callable[..., Any]) -> None:
+    """Take one question, and answer it by what `serve(*question)` returns or raises.
 
-        Raises the exception of the other side, as a builtin one, or Torn.
-        """
-        write_frame(self.fd, encode(list(message), self.pack))
-        while True:
-            answer = self.answer_next()
-            if answer is not None:
-                return answer[0]
-
-    def answer_next(self) -> list[Any] | None:
-        """Take one message.
-
-        Returns [value] if the message is the answer that was awaited. Otherwise the message is served, and
-        the result is None.
-        """
-        message = decode(read_frame(self.fd), self.unpack)
-        if type(message) is not list or not message or type(message[0]) is not str:
-            raise Torn("not a message")
-        kind, *parts = message
-        if kind == "ok" and len(parts) == 1:
-            return parts
-        if kind == "large":
-            raise TooLarge("a value is too large to cross")
-        if kind == "raise" and len(parts) == 2 and type(parts[1]) is list:
-            raise exception_of(parts[0], parts[1])
+    Raises Torn if there is no further question.
+    """
+    question = decode(read_frame(fd))
+    try:
+        value = serve(*question)
         try:
-            text = encode(["ok", self.serve(kind, *parts)], self.pack)
-            if len(text) > MAX_BYTES:
-                raise TooLarge("a value is too large to cross")
-        except TooLarge:
-            write_frame(self.fd, '["l","large"]')
-            return None
-        except Torn:
-            raise
-        except BaseException as error:  # any exception crosses under the name of a builtin one
-            text = encode(["raise", *parts_of(error)], lambda value: ["?"])
-        write_frame(self.fd, text)
-        return None
+            text = encode(["ok", value])
+        except RecursionError:
+            raise NotPlain("nested too deep") from None
+    except NotPlain:
+        text = '["l","other"]'
+    except BaseException as error:  # any exception crosses under the name of a builtin one
+        text = encode(["raise", *parts_of(error)])
+    write_frame(fd, text if len(text) <= MAX_BYTES else '["l","other"]')
 
 
 def parts_of(error: BaseException) -> list[Any]:
     """Return an exception as plain data.
 
-    The first item is the name of its nearest builtin class, and the second is the list of its arguments,
-    where "..." replaces any that is not plain.
+    The items are the name of its nearest builtin class, the list of its arguments, where "..." replaces any
+    that is not plain, and whether its own class is another one.
     """
-    names = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"]
+    names = [base.__name__ for base in classes_of(type(error)) if base.__module__ == "builtins"]
     plain = (str, int, float, bool, bytes, type(None))
-    return [names[0], [argument if isinstance(argument, plain) else "..." for argument in error.args[:8]]]
+    arguments = [argument if type(argument) in plain else "..." for argument in error.args[:8]]
+    return [names[0], arguments, names[0] != type(error).__name__]
 
 
-def exception_of(name: Any, arguments: list[Any]) -> BaseException:
+def exception_of(name: Any, arguments: list[Any], is_subclass: Any) -> BaseException:
     kind = getattr(builtins, name, None) if type(name) is str else None
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise Torn("not a message")
     try:
-        return kind(*arguments)
+        error: BaseException = kind(*arguments)
     except Exception:  # some classes need certain arguments, such as UnicodeDecodeError
-        return RuntimeError(name)
+        error = RuntimeError(name)
+    error.__dict__["is_subclass"] = is_subclass is True
+    return error

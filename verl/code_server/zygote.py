@@ -22,7 +22,8 @@ import sys
 from functools import partial
 from typing import Any
 
-from verl.code_server.judge import Test, TestRunner, run_test
+from verl.code_server.inside import CONTENTS, contents_of_modules
+from verl.code_server.judge import Names, Test, TestRunner, run_outside
 from verl.code_server.plain import nodes_of
 from verl.code_server.prisoner import ProgramServer, Traces, serve_tests
 from verl.code_server.wire import decode, receive
@@ -31,6 +32,8 @@ NEWNS = 0x20000
 NEWUSER = 0x10000000
 NEWPID = 0x20000000
 NOSUID_NODEV_NOATIME = 0x406
+REMOUNT_BIND_READONLY = 0x20 | 0x1000 | 0x1
+RELATIME = 1 << 21
 MAX_JUDGE_KB = 200 << 10  # a judge that has held more memory than this takes no further program
 SET_PDEATHSIG = 1
 SET_DUMPABLE = 4
@@ -38,6 +41,7 @@ SET_NO_NEW_PRIVS = 38
 SET_SECCOMP = 22
 CAP_HEADER = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)  # version 3
 libc = ctypes.CDLL(None, use_errno=True)
+DEVICES = frozenset(["null", "zero", "full", "random", "urandom"])
 PRELOADED = "dataclasses typing collections math re functools itertools heapq bisect"
 settings: dict[str, Any] = {}  # the settings from walls.py, which `main` fills in
 
@@ -80,7 +84,7 @@ def limit(kind: int, amount: int) -> None:
     resource.setrlimit(kind, (amount, amount))
 
 
-def build_walls() -> None:
+def build_walls(role: bytes) -> None:
     """Lock up this process for good.
 
     It loses access to memory, files and names, and then to the calls that could open it again.
@@ -100,8 +104,19 @@ def build_walls() -> None:
         check_syscall(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
     if settings["tier"] == "landlock":
         landlock(settings["landlock"], settings["readable"])
-    seccomp(settings["seccomp"])
+    seccomp(settings["seccomp"][role.decode()])
     point_to_null()
+
+
+def protect_devices() -> None:
+    """Mount the device files so that what stands in their entries, such as their times, can't be changed."""
+    for name in posix.listdir("/dev"):
+        if name not in DEVICES:
+            continue
+        path = f"/dev/{name}".encode()
+        flags = posix.statvfs(path).f_flag
+        flags = flags & 0xC0E | (RELATIME if flags & 0x1000 else 0)  # those that a sandbox may not take away
+        check_syscall(libc.mount(None, path, None, flags | REMOUNT_BIND_READONLY, None), "device")
 
 
 def point_to_null() -> None:
@@ -154,7 +169,7 @@ def run_sandbox(role: bytes, control: _socket.socket) -> None:
             serve_tests(link, control, alone, is_touched, lock)
         else:
             job = posix.pread(fds[0], posix.fstat(fds[0]).st_size, 0).decode("ascii")
-            texts, program, stdio = decode(job, lambda tag, number: None)
+            texts, program, stdio = decode(job)
             TestRunner(fds[2], alone, lock).judge(texts, program, stdio, fds[1], link)
             control.send(b"done")
             for fd in fds[:3]:
@@ -180,8 +195,8 @@ def warm_up() -> None:
             for _ in range(20):
                 test = Test(judge_end.fileno())
                 nodes = nodes_of(compile("assert f([1, 2], b='') == [1, 2]", "", "exec", 0x400, True))
-                names, _problem = test.namespace(nodes)
-                if not test.is_plain(nodes) or run_test(test, nodes, names) != "passed":
+                names = Names(test, nodes, None)
+                if not test.is_plain(nodes) or run_outside(test, nodes, names) != "passed":
                     posix._exit(70)
             judge_end.shutdown(_socket.SHUT_RDWR)
         else:
@@ -192,17 +207,29 @@ def warm_up() -> None:
     del sys.modules["program"]
 
 
+def refuse_sync() -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
 def main(given: dict[str, Any]) -> None:
     """Fork a sandbox for each request on the socket `given["socket"]`, until its other end is closed."""
     settings.update(given)
     sys.path.extend(given["path"])
     for name in PRELOADED.split():
         __import__(name)
+    for module in (posix, sys.modules.get("os")):  # the call itself has no way to say that it is refused
+        if module is not None:
+            module.__dict__["sync"] = refuse_sync
+    for name in ("exit", "quit"):
+        setattr(sys.modules["builtins"], name, __import__("_sitebuiltins").Quitter(name, ""))
     requests = _socket.socket(fileno=given["socket"])
     namespaces = given["namespaces"]
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    CONTENTS.update(contents_of_modules({}))
+    if namespaces:
+        protect_devices()
     warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps the processes that have ended
     own_namespace = posix.pidfd_open(posix.getpid()) if namespaces else -1
@@ -225,7 +252,7 @@ def main(given: dict[str, Any]) -> None:
                 posix.close(own_namespace)
             posix.setsid()
             posix.nice(settings["nice"] if role == b"prisoner" else 0)
-            build_walls()
+            build_walls(role)
             posix.chdir("/tmp")
             run_sandbox(role, control)
             posix._exit(0)

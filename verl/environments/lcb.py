@@ -79,7 +79,7 @@ class LCBEnv(BaseTextEnv):
                 tests = [{name: test[name] for name in ("input", "output")} for test in tests]
             else:
                 tests = [function_test(test, in_class) for test in tests]
-            if not all(self.client.test(program, tests, stdio, self.seconds)[0]):
+            if not all(self.client.test(program, tests, stdio, self.seconds).passed):
                 return False
         return True
 

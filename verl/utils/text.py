@@ -9,6 +9,7 @@ from typing import Any
 # Control characters without tab and newline, marks that change the direction of writing, and halves of
 # surrogate pairs. A terminal takes some of them as commands: to rename its window, to write the clipboard.
 _NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_TEXT_PARTS = ("text", "input_text", "output_text")  # OpenAI's names
 # A list or a struct as Python, numpy or JSON print it, told by its quotation marks.
 _PRINTED = re.compile(
     r"""\[[\s\[({]*['"].*\]|\{[\s\[({]*['"].*\}|\(\s*(['"]).*\1\s*,?\s*\)|array\(.*\)|\[(null|None|\[).*\]""",
@@ -75,7 +76,8 @@ def is_printed_list(text: str) -> bool:
 
 def joined_parts(content: Any) -> Any:
     """Return the text of a content that is a list of text parts, and any other content as it is."""
-    if not isinstance(content, list | tuple | np.ndarray) or len(content) == 0:
+    is_array = getattr(content, "ndim", 0) == 1  # tables hand over lists as numpy's arrays
+    if not (is_array or isinstance(content, list | tuple)) or len(content) == 0:
         return content
     texts = []
     for part in content:

@@ -177,6 +177,9 @@ def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
     return verifier
 
 
+SOLUTION_KEYS = ("reference_solution", "canonical_solution", "solution")
+
+
 @dataclass(frozen=True)
 class RowResult:
     """The result of one row.
@@ -206,20 +209,28 @@ class Verifiers:
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> int:
         """Check rows before the run starts, and return how many of them name verifiers.
 
+        The solutions that rows hold themselves (SOLUTION_KEYS of `extra_info`) go to `check_solutions`.
+
         Raises:
             ValueError: For the first row with an unknown name, a label that its verifier can't work with, or
                 a max_turns that is no number.
         """
         count = 0
+        solved: dict[str, list[Sample]] = defaultdict(list)
         for index, row in enumerate(rows):
             try:
                 row_max_turns(row)
                 assigned = assigned_of_row(row)
                 for entry in assigned:
                     self[entry.name].check_label(entry.label)
+                    solution = solution_of(row)
+                    if solution:
+                        solved[entry.name].append(Sample(solution, entry.label))
             except ValueError as error:
                 raise ValueError(f"row {index}: {error}") from error
             count += bool(assigned)
+        for name, samples in solved.items():
+            self[name].check_solutions(samples)
         return count
 
     def verify(self, rows: Sequence[tuple[Sample, Sequence[Assigned]]]) -> list[RowResult]:
@@ -292,6 +303,13 @@ class Verifiers:
             self._made.popitem()[1].close()
 
 
+def solution_of(row: Mapping[str, Any]) -> str:
+    """Return the solution that a row holds itself, or ""."""
+    extra_info = row.get("extra_info")
+    values = [extra_info.get(key) for key in SOLUTION_KEYS] if isinstance(extra_info, Mapping) else []
+    return next((value for value in values if isinstance(value, str) and value.strip()), "")
+
+
 def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = None) -> RowResult:
     """Return the result of a row's verifiers for a response, to try them by hand.
 
@@ -322,7 +340,8 @@ def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> 
         A dictionary of figures. objective/{name}_reward is the mean over rows of weight * score, and
         objective/{name}_correct_rate is the share of rows above 0. Both have Open-Instruct's names and are
         taken over the rows with a verdict. reward/unverified/{name} and reward/timeout/{name} are numbers of
-        verdicts, and reward/cost is in US dollars.
+        verdicts, reward/cost is in US dollars, and code/judged_inside is the number of tests of programs that
+        were judged in the program's own process.
     """
     metrics: dict[str, float] = defaultdict(float)
     totals: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name -> row -> reward
@@ -335,6 +354,8 @@ def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> 
             metrics[f"reward/unverified/{name}"] += score is None
             metrics[f"reward/timeout/{name}"] += verdict["timed_out"]
             metrics["reward/cost"] += verdict["cost"]
+            if verdict.get("num_judged_inside"):
+                metrics["code/judged_inside"] += verdict["num_judged_inside"]
     for name, rewards in totals.items():
         values = np.array(list(rewards.values()))
         metrics[f"objective/{name}_reward"] = float(values.mean())

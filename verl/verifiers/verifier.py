@@ -73,12 +73,14 @@ class Verdict:
         detail: The reason of the score, for people to read.
         cost: The cost of the verdict in US dollars.
         timed_out: Whether the policy's text was too much to check in time. The score is then the lowest.
+        num_judged_inside: The number of tests that were judged in the program's own process.
     """
 
     score: float | None
     detail: str = ""
     cost: float = 0.0
     timed_out: bool = False
+    num_judged_inside: int = 0
 
 
 class Verifier:
@@ -106,6 +108,12 @@ class Verifier:
         """Raise ValueError if the verifier can't work with a label.
 
         This method is called before the run starts.
+        """
+
+    def check_solutions(self, samples: Sequence[Sample]) -> None:
+        """Verify the rows' own solutions, and warn of those that do not pass.
+
+        This method is called before the run starts, if there are such rows.
         """
 
     def verify(self, sample: Sample) -> Verdict:
