@@ -178,11 +178,9 @@ def check_before_loading(config: Config) -> None:
     Raises ValueError if they can't be used.
     """
     from verl.data.row_check import check_small_files
-    from verl.data.row_environments import check_environments
     from verl.utils.reward_score import load_reward_function
 
     load_reward_function(config.custom_reward_function)
-    check_environments(config)
     check_small_files(config)
 
 
