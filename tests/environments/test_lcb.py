@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from verl.code_server.client import Results
 from verl.environments import lcb, make
 from verl.environments.lcb import PRELUDE, function_test, with_prelude
 from verl.utils.errors import CouldNotVerify
@@ -28,7 +29,9 @@ def score(program, tests, **config):
 
 def test_the_last_block_counts_and_none_is_zero(monkeypatch):
     asked = []
-    monkeypatch.setattr(lcb.CodeClient, "test", lambda _, program, *rest: (asked.append(program) or [0], []))
+    monkeypatch.setattr(
+        lcb.CodeClient, "test", lambda _, program, *rest: Results(asked.append(program) or [0], [])
+    )
     assert make_env(STDIN).step("```python\na\n```\n```\nb\n```")["metadata"] == {"parsed_code": "b"}
     assert [program.splitlines()[-1] for program in asked] == ["b"]
     expected = {"observations": [], "reward": 0.0, "done": True, "metadata": {"parsed_code": None}}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from open_instruct_cases import HIGHEST_TEN, cases
 
+from verl.code_server.client import Results
 from verl.config.environments import CodeVerifierConfig, JudgeConfig, VerifiersConfig
 from verl.verifiers import Sample, Verdict
 from verl.verifiers.ifeval import ifeval_score
@@ -36,7 +37,7 @@ class Server:
         self.reply = reply
 
     def test(self, *_):
-        return self.reply
+        return Results(*self.reply)
 
     def close(self):
         pass

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from verl.code_server.client import Results
 from verl.config.environments import CodeVerifierConfig, JudgeConfig, VerifiersConfig
 from verl.verifiers import Sample
 from verl.verifiers.llm_judge import API_KEY_VARIABLE, CACHE_FILE, final_answer, score_of
@@ -310,7 +311,7 @@ class Client:
 
     def test(self, *arguments):
         self.asked.append(arguments)
-        return self.replies.pop(0)
+        return Results(*self.replies.pop(0))
 
 
 def code(name="code", *replies, **config):

@@ -95,7 +95,7 @@ class Function:
         return self.__dict__["leave"]("test")
 
     __hash__ = object.__hash__
-    __setattr__ = __delattr__ = __eq__  # type: ignore[assignment]
+    __setattr__ = __delattr__ = __eq__  # type: ignore[assignment,misc]
 
 
 class Test:

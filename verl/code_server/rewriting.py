@@ -36,7 +36,7 @@ def chain_of(node: Any, kinds: dict[str, str]) -> tuple[str, list[Any]] | None:
         node: The outermost node.
         kinds: The names of the program.
     """
-    steps = []
+    steps: list[Any] = []
     while node.__class__ in (_ast.Call, _ast.Attribute):
         steps.append(node)
         node = node.func if node.__class__ is _ast.Call else node.value

@@ -71,7 +71,7 @@ class RLHFDataset:
 
     def __init__(
         self,
-        parquet_files: str | Sequence[str] | Sequence[Row],
+        parquet_files: str | Sequence[str | Row],
         tokenizer: Any,
         data_config: Mapping[str, Any] | None = None,
         num_rows: int | None = None,

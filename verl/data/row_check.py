@@ -222,9 +222,9 @@ class RowCheck:
                 note(number, error.column, error)
             except Exception as error:  # templates, verifiers and environments raise anything
                 note(number, column, error)
-        for number, error in self._encoding_errors(texts):
+        for number, encoding_error in self._encoding_errors(texts):
             if number not in mistakes:
-                note(number, dataset.prompt_key, error)
+                note(number, dataset.prompt_key, encoding_error)
         return [mistakes[number] for number in sorted(mistakes)]
 
     def _note_answers(self, dataset: RLHFDataset, place: Any, truth: Any) -> None:
@@ -282,7 +282,7 @@ class RowCheck:
     def _encoder(self) -> Callable[[Sequence[str]], list[Any]]:
         """Return a function that encodes many prompts like `encode_prompt`, but for what it puts in front."""
         tokenizer = self.tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if not hasattr(backend, "encode_batch_fast"):
             tokenizer = copy.deepcopy(tokenizer)
             self._encode = lambda texts: [encode_prompt(tokenizer, text) for text in texts]
@@ -438,7 +438,7 @@ def _source_files(cls: type) -> frozenset[str]:
 
 def _tokenizer_facts(tokenizer: Any) -> list[Any]:
     """Return what a tokenizer's results depend on."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     table = backend.to_str() if hasattr(backend, "to_str") else sorted(tokenizer.get_vocab().items())
     return [type(tokenizer).__name__, table, tokenizer.chat_template, opening_ids(tokenizer)]
 

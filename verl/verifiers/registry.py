@@ -97,8 +97,7 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             truth = columns["ground_truth"]
         if names is None:
             return []
-        is_list = isinstance(truth, list | tuple | np.ndarray) and np.ndim(truth) > 0
-        labels = list(truth) if is_list else [truth]
+        labels = list(truth) if _is_list(truth) else [truth]
         names = parse_list(names)
         if not isinstance(names, str) and not _are_texts(names):
             raise ValueError(f"Found verifiers {names!r:.200}; expected a name or a list of names.")
@@ -111,7 +110,7 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             )
         entries = [{"name": name, "label": label} for name, label in zip(names, labels, strict=True)]
     assigned = []
-    if not isinstance(entries, str | Mapping | list | tuple | np.ndarray) or np.ndim(entries) > 1:
+    if not isinstance(entries, str | Mapping) and not _is_list(entries):
         raise ValueError(f"Found verifiers {entries!r:.200}; expected a list of entries.")
     for entry in [entries] if isinstance(entries, str | Mapping) else entries:
         if not isinstance(entry, Mapping) or "name" not in entry or set(entry) - {"name", "label", "weight"}:
@@ -139,10 +138,14 @@ def parse_list(value: Any) -> Any:
         return value
 
 
+def _is_list(value: Any) -> bool:
+    """Return whether a value is a list, as JSON, Python or a table has it."""
+    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
 def _are_texts(value: Any) -> bool:
     """Return whether a value is a list of texts."""
-    is_list = isinstance(value, list | tuple | np.ndarray) and np.ndim(value) == 1
-    return is_list and all(isinstance(item, str) for item in value)
+    return _is_list(value) and all(isinstance(item, str) for item in value)
 
 
 def as_number(value: Any) -> float:

@@ -123,7 +123,7 @@ def _read(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> ModelFiles:
 @cache
 def _are_equal(folder: Path, embedding: str) -> bool:
     """Return whether the matrix of the head has the numbers of the embedding."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             names = set(file.keys()) & {embedding, TIED_HEAD}
