@@ -30,7 +30,7 @@ def score(program, tests, **config):
 def test_the_last_block_counts_and_none_is_zero(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        lcb.CodeClient, "test", lambda _, program, *rest: Results(asked.append(program) or [0], [])
+        lcb.CodeClient, "test", lambda _, program, *_rest: Results(asked.append(program) or [0], [])
     )
     assert make_env(STDIN).step("```python\na\n```\n```\nb\n```")["metadata"] == {"parsed_code": "b"}
     assert [program.splitlines()[-1] for program in asked] == ["b"]
@@ -96,7 +96,10 @@ class Equal(list):
     ids=["frame-stdin", "frame", "equal", "equal-method", "exit-function", "exit", "builtins"],
 )
 def test_cheats_earn_nothing(program, tests):
-    assert score(program, tests) == 0
+    try:
+        assert score(program, tests) == 0
+    except CouldNotVerify:  # an object that says that it equals the answer is no verdict
+        assert "__eq__" in program
 
 
 @pytest.mark.slow
