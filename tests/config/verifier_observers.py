@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,19 +25,22 @@ def verdicts(config: Config) -> Any:
 
 def judged(config: Config) -> Any:
     """What a judge is asked and what its verdict costs; what a code server is asked and its verdict. Both are
-    a server here that counts how many wait at the same time, and whose second answer comes late."""
+    a server here that counts how many wait at the same time: an answer comes when five do, or after 1.5 s."""
     asked: list[Any] = []
+    changed = threading.Condition()
     waiting = most = 0
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             nonlocal waiting, most
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            waiting += 1
-            most = max(most, waiting)
-            asked.append((self.path, json.dumps(body)))
-            time.sleep(0.4)
-            waiting -= 1
+            with changed:
+                waiting += 1
+                most = max(most, waiting)
+                asked.append((self.path, json.dumps(body)))
+                changed.notify_all()
+                changed.wait_for(lambda: most > 4, timeout=1.5)
+                waiting -= 1
             message = {"choices": [{"message": {"content": '{"SCORE": 7}'}}]}
             usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 5}}
             results = {"results": [1, 0, 1][: len(body.get("tests", ""))], "runtimes": [0.1, -1.0, 0.2]}

@@ -426,7 +426,7 @@ def _environment_class(env_class: str) -> tuple[Any, Mapping[str, Any]]:
 
 
 @cache
-def _source_files(cls: type) -> frozenset[str]:
+def _source_files(cls: Any) -> frozenset[str]:
     """Return the file of a class of a user; an empty set for one of the project."""
     if cls.__module__.split(".")[0] == "verl":
         return frozenset()
