@@ -39,7 +39,8 @@ def chain_of(node: Any, kinds: dict[str, str]) -> tuple[str, list[Any]] | None:
     steps: list[Any] = []
     while node.__class__ in (_ast.Call, _ast.Attribute):
         steps.append(node)
-        node = node.func if node.__class__ is _ast.Call else node.value
+        inner = "func" if node.__class__ is _ast.Call else "value"
+        node = getattr(node, inner)
     if node.__class__ is not _ast.Name or node.id not in kinds:
         return None
     return node.id, steps[::-1]

@@ -300,7 +300,8 @@ class RowCheck:
         for entry in assigned:
             with self._verifier_lock:
                 verifier = self.verifiers[entry.name]
-            self._sources |= _source_files(type(verifier))
+            made_by: Any = type(verifier)
+            self._sources |= _source_files(made_by)
             verifier.check_label(entry.label)
         truth = cells.reward_model["ground_truth"]
         if self.needs_answers and not assigned and cells.env_class in _SCORED_BY_ANSWERS:
