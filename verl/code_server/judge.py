@@ -110,6 +110,7 @@ class Test:
             (the program returned something that is not plain) or "error" (the test stumbled over a value).
         num_questions: The number of questions to the prisoner.
         saw_subclass: Whether something of the program's own class has crossed, which may have attributes.
+        process: The id of the process that runs the test, or 0 while it is no process of its own.
     """
 
     def __init__(self, fd: int) -> None:
@@ -121,17 +122,24 @@ class Test:
         self.reason = ""
         self.torn = self.saw_subclass = False
         self.num_questions = 0
+        self.process = 0
         self.modules: set[str] = set()  # the modules that the test's names come from
 
     def leave(self, reason: str) -> Any:
         self.reason = self.reason or reason
         raise Inside(reason)
 
+    def end_copies(self) -> None:
+        """End this process if the test's text has forked it: a copy would read the answers of the test."""
+        if self.process and self.process != posix.getpid():
+            posix._exit(0)
+
     def evaluate(self, name: str, steps: list[Any]) -> Any:
         """Return what the attributes and calls of `steps` make of a name of the program.
 
         StopIteration and its like may not cross, because they would end an iteration of the test's.
         """
+        self.end_copies()
         self.num_questions += 1
         try:
             value, changed, is_own = ask(self.fd, "evaluate", name, steps)
@@ -531,7 +539,10 @@ class TestRunner:
         child = posix.fork()
         if child == 0:
             self.lock()
-            self.report(*run_outside_or_inside(test, *given))
+            test.process = posix.getpid()
+            outcome = run_outside_or_inside(test, *given)
+            test.end_copies()
+            self.report(*outcome)
             posix._exit(0)
         end_processes(child, self.alone, wait=True)
         if posix.fstat(self.reports).st_size == size:

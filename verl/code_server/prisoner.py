@@ -36,6 +36,7 @@ class ProgramServer:
     def __init__(self, fd: int, code: Any) -> None:
         self.fd = fd
         self.code = code
+        self.process = posix.getpid()
         self.num_tests = 0  # the number of tests so far, if the program is plain
         self.namespace: dict[str, Any] = {}
         self.library: Library | None = None
@@ -48,7 +49,11 @@ class ProgramServer:
             pass
 
     def serve(self, question: str, *parts: Any) -> Any:
-        return getattr(self, question)(*parts)
+        try:
+            return getattr(self, question)(*parts)
+        finally:
+            if posix.getpid() != self.process:  # a copy, forked by the program or the test, has no say
+                posix._exit(0)
 
     def load(
         self, names: list[str], modules: list[str] | None, imports: list[str], attributes: list[str]
