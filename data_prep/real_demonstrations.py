@@ -169,7 +169,10 @@ def write_rows(options: argparse.Namespace) -> dict[str, int]:
         needed = ("question", "golden_answers", "prompt", "extra_info")
         require_columns(columns, needed, where, "data_prep.squad makes such rows.")
 
-    rows = {name: read_rows(str(data / f"{name}.parquet"), check) for name in ("train", "val", "test")}
+    rows = {
+        name: [row for _, row in read_rows(str(data / f"{name}.parquet"), check)]
+        for name in ("train", "val", "test")
+    }
     for row in rows["train"] + rows["val"]:
         files.get_field(row["extra_info"], "gold_ids", list, f"{data}, {row.get('id')}, extra_info")
     codec = None

@@ -52,7 +52,7 @@ def checksum(pairs: Pairs) -> int:
     return value
 
 
-class Trainer:
+class SendingTrainer:
     """The process that trains."""
 
     def __init__(self, folder: Path, dtype: str, lr: float) -> None:
@@ -143,7 +143,7 @@ def measure(dtype: str, num_updates: int, lr: float) -> None:
     megabytes = defaultdict[str, list[float]](list)
     environment = {"runtime_env": {"env_vars": ENVIRONMENT}, "num_cpus": 0.5}
     with tempfile.TemporaryDirectory() as folder:
-        trainer: Any = ray.remote(Trainer).options(**environment).remote(Path(folder), dtype, lr)
+        trainer: Any = ray.remote(SendingTrainer).options(**environment).remote(Path(folder), dtype, lr)
         sampler: Any = ray.remote(Sampler).options(**environment).remote()
         count = ray.get(trainer.num_weights.remote())
         for version in range(num_updates + 1):

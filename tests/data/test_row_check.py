@@ -318,9 +318,11 @@ def damages(rng: random.Random) -> list:
 
 def paths_of(value, path=()) -> list[tuple]:
     """Return the paths of all cells in a row, whole columns and what is nested in them."""
-    entries = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
+    entries = ()
+    if isinstance(value, dict):
+        entries = value.items()
+    elif isinstance(value, list):
+        entries = enumerate(value)
     below = [deeper for key, item in entries for deeper in paths_of(item, (*path, key))]
     return ([path] if path else []) + below
 

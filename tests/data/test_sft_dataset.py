@@ -135,7 +135,7 @@ def test_observations_are_never_trained_whatever_holds_them(tmp_path, tokenizer)
 
 def test_long_rows_are_refused_or_cut_and_the_first_token_kept_is_not_trained(tmp_path, tokenizer):
     rows = [{"question": "0123456789", "answer": "abcde"}, {"question": "Q" * 30, "answer": "z"}]
-    with pytest.raises(ValueError, match="2 of 2 rows.*row 0 of rows.parquet: 16 tokens.*data.max_length=8"):
+    with pytest.raises(ValueError, match="2 of 2 rows.*rows.parquet, row 0: 16 tokens.*data.max_length=8"):
         dataset(tmp_path, tokenizer, rows, "data.max_length=8")
     left = dataset(tmp_path, tokenizer, rows, "data.max_length=4", "data.truncation=left")
     assert pieces(left, tokenizer) == [("c", False), ("de<e>", True)]
@@ -154,7 +154,7 @@ def test_a_batch_is_padded_on_the_right_and_names_its_rows(tmp_path, tokenizer):
     assert tensors["response_mask"][0].tolist() == [0, 1, 1] + [0] * 11
     assert tensors["position_ids"][0, :3].tolist() == [0, 1, 2]
     assert tensors["position_ids"][1].tolist() == list(range(14))
-    assert batch.non_tensor_batch["uid"].tolist() == ["row 1 of rows.parquet", "row 0 of rows.parquet"]
+    assert batch.non_tensor_batch["uid"].tolist() == ["rows.parquet, row 1", "rows.parquet, row 0"]
 
 
 PAIR = {"question": "Who?", "answer": "Ada"}
@@ -176,7 +176,7 @@ BAD = [
 def test_a_bad_row_is_named_with_what_is_wrong(tmp_path, tokenizer, flags, row, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         dataset(tmp_path, tokenizer, [row], *flags)
-    assert "Found 1 of 1 rows" in str(error.value) and "row 0 of rows.parquet" in str(error.value)
+    assert "Found 1 of 1 rows" in str(error.value) and "rows.parquet, row 0" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,8 @@ class CheckpointStore:
         """Return a checkpoint that is gone on from, after the damaged ones were renamed."""
         for other in damaged:
             os.replace(other, free_name(other, "damaged"))
-        self._track_latest()
+        if damaged:
+            self._track_latest()
         _note_missing_sums(folder)
         return folder
 

@@ -297,7 +297,12 @@ class Names:
             self.kinds = doubtful
             return
         for name, kind in doubtful.items():
-            module = "builtins" if hasattr(builtins, name) else "math" if name in MATH else LIBRARY[name]
+            if hasattr(builtins, name):
+                module = "builtins"
+            elif name in MATH:
+                module = "math"
+            else:
+                module = LIBRARY[name]
             value = test.import_name(module, name)
             self.is_doubtful = True
             if value is None:

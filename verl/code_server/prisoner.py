@@ -156,8 +156,9 @@ def source_of(name: str, value: Any) -> list[str]:
         or getattr(sys.modules.get(home), name, None) is not value
     ):
         home = ""
-    word = "class" if is_class else "function" if kind.__name__ in FUNCTIONS else "value"
-    return [word, home]
+    if is_class:
+        return ["class", home]
+    return ["function" if kind.__name__ in FUNCTIONS else "value", home]
 
 
 FUNCTIONS = ("function", "builtin_function_or_method", "method", "_lru_cache_wrapper", "partial")

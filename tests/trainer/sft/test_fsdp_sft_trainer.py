@@ -119,7 +119,7 @@ def test_a_request_to_stop_writes_a_checkpoint_and_the_same_command_goes_on(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.max_length=12"], "14 of 14 rows that can't be trained on: row 0 of train.parquet: "),
+        (["data.max_length=12"], "14 of 14 rows that can't be trained on: train.parquet, row 0: "),
         (["data.segments_key=pieces"], "Found no column pieces"),
         (["data.train_batch_size=15"], "Found 14 training rows and data.train_batch_size=15"),
         (["data.max_lenght=12"], "nearest known key is 'data.max_length'"),

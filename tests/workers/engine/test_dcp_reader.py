@@ -70,7 +70,9 @@ def test_rule_15_an_entry_that_is_said_to_be_no_tensor_is_not_unpickled(tmp_path
         info = metadata.storage_data[index]
         payload = pickle.dumps(Attack(str(tmp_path / "executed")))
         (folder / "attack").write_bytes(payload)
-        info.relative_path, info.offset, info.length = "attack", 0, len(payload)
+        info.relative_path = "attack"
+        info.offset = 0
+        info.length = len(payload)
         metadata.storage_data[type(index)("model.a")] = info
 
     rewrite(folder, change)

@@ -410,7 +410,7 @@ class CollectiveSender:
     def _note_lost(self, lost: dict[int, str]) -> None:
         for rank, reason in lost.items():
             logger.warning("%s", reason)
-            self.lost[rank] = reason
+            self.lost.setdefault(rank, reason)  # what ended its membership, not what followed
             if rank in self._members:
                 self._connections.close_one(self._members.pop(rank))
 
