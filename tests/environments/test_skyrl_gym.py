@@ -17,6 +17,7 @@ import pytest
 import search_r1.llm_agent.generation  # noqa: F401  # registers "search"
 from search_r1.search.client import SearchClient
 from verl.environments import make
+from verl.utils.errors import CouldNotVerify
 from verl.utils.reward_score.qa_em import compute_score_em, join_turns
 
 skyrl_gym = pytest.importorskip("skyrl_gym")
@@ -86,7 +87,7 @@ def test_aime_as_theirs():
     rewards = Counter()
     mended = Counter()
     for _ in range(NUM_EPISODES):
-        gold = rng.choice(ANSWERS)
+        gold = rng.choice([answer for answer in ANSWERS if answer])  # a row without an answer is refused
         given = rng.choice([gold, rng.choice(ANSWERS)])
         forms = "Answer: {}|answer : {}|so Answer:{} <end>|It is {}|Answer: 1\nAnswer: {}"
         form = one_of(rng, forms)
@@ -268,8 +269,11 @@ def test_their_lcb_pays_for_cheats():
     for program in (equal, frame):
         theirs, ours = both("lcb", {}, truth(json.dumps(tests)))
         text = f"```python\n{program}\n```"
-        # `tmp_result is True` holds for both in theirs
-        assert play(theirs, [text]) == [(1.0, True, 0)] and play(ours, [text]) == [(0.0, True, 0)]
+        assert play(theirs, [text]) == [(1.0, True, 0)]  # `tmp_result is True` holds for both
+        try:
+            assert play(ours, [text]) == [(0.0, True, 0)]
+        except CouldNotVerify:  # what equals everything is no verdict
+            assert program == equal
 
 
 def tool_turn(rng, num_programs):
