@@ -7,7 +7,6 @@ response in runs of sampled and of observed text.
 
 import asyncio
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -21,6 +20,7 @@ from verl.utils.rows import truth_struct
 from verl.utils.text import short_repr
 
 RewardFunction = Callable[..., Any]  # see `call_reward_function`
+LARGEST_SCORE = 3.4e38  # rewards are float32
 
 # Search-R1's data sources. Their ground truth may also be the golden answers themselves, as texts.
 _PLAIN_SOURCES = (
@@ -144,14 +144,14 @@ def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, 
 def plain_score(function: RewardFunction, call: Mapping[str, Any], returned: Any) -> Any:
     """Return what a reward function returned for a row, with its score as a float or None.
 
-    Raises RewardFunctionFailed, with the function and the row, if the score is no finite number.
+    Raises RewardFunctionFailed, with the function and the row, if the score is no number that float32 holds.
     """
     is_mapping = isinstance(returned, Mapping)
     score = returned.get("score", returned) if is_mapping else returned
     is_single = getattr(score, "shape", None) == () or getattr(score, "shape", None) == (1,)
     if is_single and hasattr(score, "item"):  # a number of numpy or torch
         score = score.item()
-    if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+    if score is not None and not (isinstance(score, Real) and abs(score) <= LARGEST_SCORE):
         code = getattr(function, "__code__", None)
         name = getattr(function, "__name__", type(function).__name__)
         location = f"{code.co_filename}, line {code.co_firstlineno}, in {name}" if code else name
