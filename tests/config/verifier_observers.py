@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -41,6 +42,7 @@ def judged(config: Config) -> Any:
                 changed.notify_all()
                 changed.wait_for(lambda: most > 4, timeout=1.5)
                 waiting -= 1
+            time.sleep(0.4)  # later than a short timeout allows
             message = {"choices": [{"message": {"content": '{"SCORE": 7}'}}]}
             usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 5}}
             results = {"results": [1, 0, 1][: len(body.get("tests", ""))], "runtimes": [0.1, -1.0, 0.2]}
