@@ -194,7 +194,7 @@ class InsideTest:
             items = [*value, *value.values()] if kind is dict else [*value]
             if set(map(type, items)) <= ATOMS:
                 return set()
-            return {found for item in items for found in self.deciders(item, depth + 1)}
+            return {decider for item in items for decider in self.deciders(item, depth + 1)}
         if self.is_trusted(kind):
             is_array = type.__dict__["__name__"].__get__(kind) in ("ndarray", "void")
             return {object} if is_array and value.dtype.hasobject else set()

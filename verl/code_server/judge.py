@@ -627,9 +627,9 @@ def run_inside(test: Test, text: str, names: Names, value: int = 0, is_doubtful:
     )
     nonce = int.from_bytes(posix.urandom(7), "little")
     try:
-        said, outcome = ask(test.fd, "test", nonce, code, classes, value)
+        returned_nonce, outcome = ask(test.fd, "test", nonce, code, classes, value)
     except BaseException:  # the process has ended, or its answer is none
         return "crashed"
-    if said != nonce or type(outcome) is not str:
+    if returned_nonce != nonce or type(outcome) is not str:
         return "crashed"
     return "opaque_value" if outcome == "passed" and is_doubtful else outcome

@@ -173,7 +173,7 @@ class CompletionRequest(Sampling):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the answer has log-probs that sampling does not give."""
+        """Return whether the answer has log-probs that sampling does not give."""
         return bool(self.logprobs) or (bool(self.echo) and self.logprobs is not None)
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:

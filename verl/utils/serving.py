@@ -53,7 +53,7 @@ class BoundedHeadProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
 
     @property
     def waits_for_head(self) -> bool:
-        """Whether no request of the connection is under way."""
+        """Return whether no request of the connection is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:

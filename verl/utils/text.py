@@ -28,13 +28,9 @@ def encodable(text: str) -> str:
     Half of a surrogate pair becomes U+FFFD. JSON can spell it ("\\ud83d"), and no tokenizer and no file takes
     it.
     """
-    if text.isascii():
+    if is_encodable(text):
         return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def encodable_json(value: Any) -> Any:
