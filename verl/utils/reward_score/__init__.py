@@ -151,7 +151,8 @@ def plain_score(function: RewardFunction, call: Mapping[str, Any], returned: Any
     is_single = getattr(score, "shape", None) == () or getattr(score, "shape", None) == (1,)
     if is_single and hasattr(score, "item"):  # a number of numpy or torch
         score = score.item()
-    if score is not None and not (isinstance(score, Real) and abs(score) <= LARGEST_SCORE):
+    is_number = isinstance(score, Real)
+    if score is not None and not (is_number and abs(score) <= LARGEST_SCORE):
         code = getattr(function, "__code__", None)
         name = getattr(function, "__name__", type(function).__name__)
         location = f"{code.co_filename}, line {code.co_firstlineno}, in {name}" if code else name
