@@ -105,5 +105,6 @@ def check_environments(config: Config) -> None:
         for file in files:
             environments = environments_in(Path(file), config.environment.env_class)
             check_controlled(held_out.retriever, environments, f"the rows of {file} (trainer.evals)")
-    for name in sorted({config.environment.env_class, *environments_of(config), *settings}):
+    names = {config.environment.env_class, *environments_of(config), *settings}
+    for name in sorted(names - {SEARCH}):  # the search is always there, and its module loads torch
         load_class(name)

@@ -173,14 +173,16 @@ def run(
 
 
 def check_before_loading(config: Config) -> None:
-    """Look at the user's code and at the rows of small files, before the libraries are loaded.
+    """Look at the user's code, at the environments and at the rows of small files, before torch is loaded.
 
     Raises ValueError if they can't be used.
     """
     from verl.data.row_check import check_small_files
+    from verl.data.row_environments import check_environments
     from verl.utils.reward_score import load_reward_function
 
     load_reward_function(config.custom_reward_function)
+    check_environments(config)  # rows are scored by them
     check_small_files(config)
 
 
@@ -192,7 +194,6 @@ def _train(
 ) -> int:
     """Train with arguments that have passed the first checks; return the exit status."""
     with announce("loading the libraries"), gc_paused():
-        from verl.data.row_environments import check_environments
         from verl.planning.placement import decide_machine_settings, process_variables, start_ray
         from verl.preflight.preflight import dry_run, passes_quick_checks
         from verl.trainer.config import settings_without_effect, validate
@@ -202,7 +203,6 @@ def _train(
 
     def start(closing: ExitStack, stop_request: StopRequest) -> RestartingRun | int:
         validate(config, format_reward=train_score_factory is not None)
-        check_environments(config)
         for line in (*loaded.notes, *settings_without_effect(config)):
             print(f"note: {printable(line)}")
         if config.trainer.dry_run:
