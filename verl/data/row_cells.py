@@ -67,6 +67,8 @@ def struct_cell(value: Any, column: str) -> dict[str, Any] | None:
 
     Raises CellError if the cell holds something else.
     """
+    if isinstance(value, dict):  # the usual case, and the fastest check
+        return dict(value)
     if is_missing(value):
         return None
     struct = parsed_text(value, "{")

@@ -52,7 +52,6 @@ from verl.utils.reward_score.qa_em import (
     check_answers,
     has_empty_answer,
     has_unusual_letters,
-    known_answers,
 )
 from verl.utils.text import short_repr
 from verl.verifiers.registry import Verifiers, assigned_verifiers
@@ -208,31 +207,31 @@ class RowCheck:
 
         texts = dict[int, str]()
         for number, (_, row) in enumerate(chunk):
-            column = dataset.prompt_key
+            is_asked = False
             try:
                 cells = dataset.read_row(row)
                 _check_question(cells)
                 if self.tokenizer is not None:
                     texts[number] = self._render(cells)
-                column = _reward_column(row)
-                self._check_score(cells)
-                if self.needs_answers:
-                    self._note_answers(dataset, chunk[number][0], cells.reward_model["ground_truth"])
+                is_asked = True
+                answers = self._check_score(cells)
+                if answers and self.needs_answers:
+                    self._note_answers(dataset, chunk[number][0], cells.reward_model["ground_truth"], answers)
             except CellError as error:
                 note(number, error.column, error)
             except Exception as error:  # templates, verifiers and environments raise anything
-                note(number, column, error)
+                note(number, _reward_column(row) if is_asked else dataset.prompt_key, error)
         for number, encoding_error in self._encoding_errors(texts):
             if number not in mistakes:
                 note(number, dataset.prompt_key, encoding_error)
         return [mistakes[number] for number in sorted(mistakes)]
 
-    def _note_answers(self, dataset: RLHFDataset, place: Any, truth: Any) -> None:
+    def _note_answers(self, dataset: RLHFDataset, place: Any, truth: Any, answers: Sequence[str]) -> None:
         """Note golden answers that a policy can't or hardly give."""
         if has_empty_answer(truth):
             text = "an empty golden answer beside others, which nobody can give"
             self.notes.setdefault(text, []).append(dataset.place_name(place))
-        if has_unusual_letters(truth):
+        if has_unusual_letters(answers):
             text = "golden answers in full-width letters or with curly quotes, which are compared as written"
             self.notes.setdefault(text, []).append(dataset.place_name(place))
 
@@ -294,8 +293,8 @@ class RowCheck:
         self._encode = lambda texts: backend.encode_batch_fast(texts, add_special_tokens=False)
         return self._encode
 
-    def _check_score(self, cells: ReadRow) -> None:
-        """Raise an error if a row can't be scored."""
+    def _check_score(self, cells: ReadRow) -> list[str]:
+        """Return the golden answers that a row is compared with. Raise an error if it can't be scored."""
         assigned = assigned_verifiers(cells.reward_model, cells.columns)
         for entry in assigned:
             with self._verifier_lock:
@@ -304,13 +303,15 @@ class RowCheck:
             self._sources |= _source_files(made_by)
             verifier.check_label(entry.label)
         truth = cells.reward_model["ground_truth"]
+        answers = list[str]()
         if self.needs_answers and not assigned and cells.env_class in _SCORED_BY_ANSWERS:
             truth = with_golden_answers(cells.data_source, truth)
-            check_answers(truth)
-            self._check_lengths(known_answers(truth))
+            answers = check_answers(truth)
+            self._check_lengths(answers)
         if cells.env_class != SEARCH:
             _check_plain(truth)
             self._check_environment(cells)
+        return answers
 
     def _check_lengths(self, answers: Sequence[str]) -> None:
         """Raise ValueError if no answer is short enough for a response."""

@@ -11,7 +11,7 @@ def row_max_turns(row: Mapping[str, Any]) -> int | None:
     Raises ValueError if the value is not a whole number.
     """
     for columns in (row, row.get("extra_info")):
-        value = columns.get("max_turns") if isinstance(columns, Mapping) else None
+        value = columns.get("max_turns") if isinstance(columns, dict | Mapping) else None
         is_nan = isinstance(value, float) and value != value  # pandas writes it for an empty cell
         if value is not None and not is_nan:
             try:
@@ -29,7 +29,7 @@ def truth_struct(ground_truth: Any) -> Mapping[str, Any] | None:
 
     JSON text of such a struct counts as the struct.
     """
-    if isinstance(ground_truth, Mapping):
+    if isinstance(ground_truth, dict | Mapping):  # `dict` is checked first because that is fast
         return ground_truth
     if not isinstance(ground_truth, str) or not ground_truth.lstrip().startswith("{"):
         return None

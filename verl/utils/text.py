@@ -72,6 +72,8 @@ def is_printed_list(text: str) -> bool:
 
 def joined_parts(content: Any) -> Any:
     """Return the text of a content that is a list of text parts, and any other content as it is."""
+    if isinstance(content, str):
+        return content
     is_array = getattr(content, "ndim", 0) == 1  # tables hand over lists as numpy's arrays
     if not (is_array or isinstance(content, list | tuple)) or len(content) == 0:
         return content

@@ -141,6 +141,6 @@ def test_letters_are_composed_on_both_sides():
         for golden in ("Zo\u00eb", "Zoe\u0308"):
             assert default_compute_score("nq", text, {"target": [golden]}) == 1.0
     assert qa_em.documents_hold_answer([{"contents": "by Zoe\u0308"}], ["Zo\u00eb"])
-    assert qa_em.has_unusual_letters({"target": ["\uff34\uff4f\uff4d"]})
-    assert qa_em.has_unusual_letters({"target": ["Tom\u2019s"]})
-    assert not qa_em.has_unusual_letters({"target": ["Tom\u2019s", "Tom's"]})
+    assert qa_em.has_unusual_letters(["\uff34\uff4f\uff4d"])
+    assert qa_em.has_unusual_letters(["Tom\u2019s"])
+    assert not qa_em.has_unusual_letters(["Tom\u2019s", "Tom's"])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.utils.importing import import_file
-from verl.utils.reward_score.qa_em import compute_score_em, known_answers
+from verl.utils.reward_score.qa_em import compute_score_em, has_answers
 from verl.utils.rows import truth_struct
 from verl.utils.text import short_repr
 
@@ -54,7 +54,7 @@ def with_golden_answers(data_source: str, ground_truth: Any) -> Any:
     is_plain = data_source in _PLAIN_SOURCES and isinstance(ground_truth, str | list | tuple | np.ndarray)
     if is_plain and len(ground_truth) > 0 and truth_struct(ground_truth) is None:
         ground_truth = {"target": ground_truth}
-    if not known_answers(ground_truth):
+    if not has_answers(ground_truth):
         raise ValueError(
             f"Found data_source={data_source!r} and reward_model.ground_truth={ground_truth!r}; expected "
             "golden answers in ground_truth.target. Add them, name verifiers (docs/environments.md), return "

@@ -47,13 +47,15 @@ def composed(text: str) -> str:
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
-def has_unusual_letters(ground_truth: Any) -> bool:
+def has_unusual_letters(answers: Iterable[str]) -> bool:
     """Return whether all golden answers of a row have letters that a policy hardly writes.
 
     These are full-width letters, ligatures and the like, and curly quotes. They are compared as they are.
+
+    Args:
+        answers: the golden answers, at least one.
     """
-    answers = known_answers(ground_truth)
-    return bool(answers) and all(map(_is_unusual, answers))
+    return all(map(_is_unusual, answers))
 
 
 def _is_unusual(answer: str) -> bool:
@@ -69,24 +71,35 @@ def known_answers(ground_truth: Any) -> list[str]:
     The struct, and the list in it, may be JSON text.
     """
     struct = truth_struct(ground_truth)
-    return [] if struct is None else list(_strings(struct.get("target")))
+    return [] if struct is None else _strings(struct.get("target"))
 
 
-def check_answers(ground_truth: Any) -> None:
-    """Raise ValueError if a golden answer of a row can't be compared with what a policy writes.
+def has_answers(ground_truth: Any) -> bool:
+    """Return whether a row has golden answers, as `known_answers` reads them."""
+    struct = truth_struct(ground_truth)
+    target = None if struct is None else struct.get("target")
+    if isinstance(target, list) and target and isinstance(target[0], str) and not target[0].startswith("["):
+        return True  # the usual case, and the fastest check
+    return bool(known_answers(ground_truth))
+
+
+def check_answers(ground_truth: Any) -> list[str]:
+    """Return the golden answers of a row, as `known_answers` does.
 
     An answer is text or a number. Text of a list as Python prints it is refused, because it would be a single
     answer that nobody writes.
+
+    Raises ValueError if a golden answer can't be compared with what a policy writes.
     """
     struct = truth_struct(ground_truth)
     if struct is None:
-        return
-    answers = list(_leaves(struct.get("target")))
+        return []
+    answers = _leaves(struct.get("target"))
     for answer in answers:
-        is_number = isinstance(answer, int | float | Decimal | np.number) and not isinstance(answer, bool)
-        if is_number and math.isfinite(answer):
-            continue
         if not isinstance(answer, str):
+            is_number = isinstance(answer, int | float | Decimal | np.number) and not isinstance(answer, bool)
+            if is_number and math.isfinite(answer):
+                continue
             raise ValueError(f"found the golden answer {answer!r:.60}; expected text or a number")
         if not is_encodable(answer) or _CONTROL.search(answer):
             raise ValueError(
@@ -100,6 +113,7 @@ def check_answers(ground_truth: Any) -> None:
             )
     if answers and not any(str(answer).strip() for answer in answers):
         raise ValueError("found golden answers without a letter; expected an answer")
+    return list(map(_text_of, answers))
 
 
 def has_empty_answer(ground_truth: Any) -> bool:
@@ -117,7 +131,7 @@ def golden_answers(ground_truth: Mapping[str, Any] | str | Iterable[str]) -> lis
     Raises ValueError if there is none.
     """
     is_row = truth_struct(ground_truth) is not None
-    answers = known_answers(ground_truth) if is_row else list(_strings(ground_truth))
+    answers = known_answers(ground_truth) if is_row else _strings(ground_truth)
     if not answers:
         raise ValueError(
             f"Found the ground truth {ground_truth!r}; expected {{'target': [answer, ...]}} with an answer."
@@ -149,7 +163,7 @@ def token_f1(answer: str, label: str) -> float:
 
 def f1_check(prediction: str, golden: str | Iterable[str]) -> float:
     """Return SQuAD's F1, that of the nearest golden answer; it is 1 wherever `em_check` is 1."""
-    answers = list(_strings(golden))
+    answers = _strings(golden)
     return max([float(em_check(prediction, answers)), *(token_f1(prediction, answer) for answer in answers)])
 
 
@@ -218,27 +232,35 @@ def compute_score_em_f1(
 compute_score_subem = partial(compute_score_em, check=subem_check)
 
 
-def _strings(value: Any) -> Iterable[str]:
-    """Yield the texts in a text, a list, an array, or lists of these; numbers come as they are written.
+def _strings(value: Any) -> list[str]:
+    """Return the texts in a text, a list, an array, or lists of these; numbers come as they are written.
 
     JSON text of a list of texts is such a list.
     """
-    for leaf in _leaves(value):
-        # A whole number from a column of numbers may be a float.
-        yield str(int(leaf)) if isinstance(leaf, float) and leaf.is_integer() else str(leaf)
+    return list(map(_text_of, _leaves(value)))
 
 
-def _leaves(value: Any) -> Iterable[Any]:
-    """Yield the answers in an answer, a list, an array, lists of these, or JSON text of a list of texts."""
+def _text_of(answer: Any) -> str:
+    """Return an answer as text. A whole number from a column of numbers may be a float."""
+    if isinstance(answer, str):
+        return answer
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return the answers in an answer, a list, an array, lists of these, or JSON text of a list of texts."""
     if value is None:
-        return
-    if isinstance(value, str) and value.startswith("["):
+        return []
+    if isinstance(value, str):
+        if not value.startswith("["):
+            return [value]
         value = _list_in_text(value)
-    if isinstance(value, list | tuple | np.ndarray):
-        for item in np.atleast_1d(value) if isinstance(value, np.ndarray) else value:
-            yield from _leaves(item)
-    else:
-        yield value
+    if not isinstance(value, list | tuple | np.ndarray):
+        return [value]
+    leaves = list[Any]()
+    for item in np.atleast_1d(value) if isinstance(value, np.ndarray) else value:
+        leaves += _leaves(item)
+    return leaves
 
 
 def _list_in_text(text: str) -> Any:
