@@ -16,15 +16,20 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     from verl.single_controller.ray import init_ray
+    from verl.single_controller.ray.agent_ports import fixed_agent_ports
 
     assert not ray.is_initialized()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"):
             patch.setenv(name, "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        with fixed_agent_ports():
+            cluster = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+            )
         try:
-            cluster.second = cluster.add_node(num_cpus=1)
+            with fixed_agent_ports():
+                cluster.second = cluster.add_node(num_cpus=1)
             cluster.wait_for_nodes(timeout=60)
             patch.setenv("RAY_ADDRESS", cluster.address)
             with init_ray():

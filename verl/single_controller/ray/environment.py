@@ -24,6 +24,7 @@ RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no reports to the outside
     "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token into the home directory
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # actors run in the driver's environment, not in one that uv makes
+    "RAY_gcs_server_port_wait_time_s": "180",  # of a busy machine; Ray's own is 30
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # when one rank dies, the others' errors say nothing more
 }
 # Ray reads some of them when it is imported, after this file.

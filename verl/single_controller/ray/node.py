@@ -58,8 +58,8 @@ def ray_command(options: argparse.Namespace, ray_arguments: list[str]) -> list[s
     temp_dir, note = choose_temp_dir()
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    command.append(f"--temp-dir={temp_dir}")
+    command = [sys.executable, "-m", "verl.single_controller.ray.agent_ports", "start", "--block"]
+    command += ["--disable-usage-stats", f"--temp-dir={temp_dir}"]
     if options.address is not None:
         command.append(f"--node-ip-address={options.address}")
     if options.kind == "head":

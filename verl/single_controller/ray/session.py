@@ -29,6 +29,7 @@ from typing import Any
 import ray
 from ray.exceptions import RpcError
 
+from verl.single_controller.ray.agent_ports import fixed_agent_ports
 from verl.single_controller.ray.environment import RAY_SETTINGS
 
 _SECONDS_TO_ANSWER = 5.0
@@ -104,7 +105,8 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
     # Ray sets a handler of its own, which ends the program.
     answer_to_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING, **options)
+        with fixed_agent_ports():
+            ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING, **options)
     except Exception as error:  # no cluster, one of another version, or processes that don't start in time
         failure = "Ray did not start on this machine" if address == "local" else f"RAY_ADDRESS={address}"
         raise ValueError(f"{failure}: {' '.join(str(error).split())} {advice}.") from error
