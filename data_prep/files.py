@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.utils.extras import missing_package
 from verl.utils.text import printable
 
 PARQUET_ROWS = 5_000  # rows that are held at once
@@ -131,7 +132,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
     try:  # imported here, because a retrieval server's environment makes its corpus without pyarrow
         from pyarrow import Table, parquet
     except ImportError:
-        raise ValueError(f"{path} needs pyarrow: `pip install -c constraints.txt pyarrow`") from None
+        alone = f"{sys.executable} -m pip install -c constraints.txt pyarrow"
+        raise ValueError(f"{missing_package(str(path), 'pyarrow')}, or alone: {alone}") from None
     if not rows:
         raise ValueError(f"there are no rows to write to {path}")
     _write(path, lambda temporary: parquet.write_table(Table.from_pylist(rows), temporary))

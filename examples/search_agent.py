@@ -1,6 +1,6 @@
 """An agent of the OpenAI Agents SDK that searches. It is trained through the endpoint of its episodes.
 
-bash train_grpo.sh --config configs/agent.yaml     needs `pip install openai-agents`; see docs/environments.md
+bash train_grpo.sh --config configs/agent.yaml     needs the extra `agents`; see docs/environments.md
 
 The agent knows nothing of training. It consists of a model, a tool and `Runner.run`. The shipped tiny model
 writes calls with Search-R1's tags, as `tool_format: search_r1` says.

@@ -13,6 +13,7 @@ from verl.config.compatibility import SFT
 from verl.config.keys import format_value, keys_of
 from verl.config.policy import ROLLOUT
 from verl.trainer.config import validate
+from verl.utils import extras
 
 
 def check(overrides: list[str], format_reward: bool = False) -> None:
@@ -130,11 +131,10 @@ def test_a_reference_that_nothing_asks_for_is_not_reset(good):
     ],
 )
 def test_a_missing_package_is_named_with_the_command_and_the_versions(override, package, good, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
-    )
-    with pytest.raises(ValueError, match=f"run `pip install -c constraints.txt {package}`"):
+    is_installed = extras.is_installed
+    monkeypatch.setattr(extras, "is_installed", lambda name: name != package and is_installed(name))
+    command = r"-m pip install -c constraints.txt -e '\.\[train\]'"
+    with pytest.raises(ValueError, match=f"needs the package {package}, .* in the extra train: .*{command}"):
         check([*good, override])
 
 
@@ -148,7 +148,7 @@ def test_vllm_must_be_installed_where_it_is_to_run(good, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     if not has_vllm():
         with pytest.raises(
-            ValueError, match="run `pip install -c constraints-vllm.txt vllm`.*name=native"
+            ValueError, match="run `.*pip install -c constraints-vllm.txt -e '..vllm.'`.*name=native"
         ):  # a folder is no package
             check([*good, f"{ROLLOUT}.name=vllm"])
     (tmp_path / "vllm" / "__init__.py").write_text("")

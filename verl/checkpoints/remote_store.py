@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.durable import free_name, sync_tree
+from verl.utils.extras import install_command
 from verl.utils.file_sums import damage_in, stays_inside
 from verl.utils.text import printable
 
@@ -87,8 +88,7 @@ class RemoteStore:
             self.fs, base = fsspec.core.url_to_fs(remote_dir, **options)
         except ImportError as error:
             raise ValueError(
-                f"trainer.remote_dir={remote_dir}: {error}; install it: "
-                "pip install -c constraints.txt -e '.[remote]'"
+                f"trainer.remote_dir={remote_dir}: {error}; install it: {install_command('remote')}"
             ) from error
         except Exception as error:  # of any of fsspec's file systems
             raise ValueError(f"trainer.remote_dir={remote_dir}: {error}") from error

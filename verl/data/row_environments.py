@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 from verl.config import Config
 from verl.config.keys import as_list
 from verl.config.mixture import OWN, evals_of, sources_of
-from verl.environments.registry import SEARCH, load_class
+from verl.environments.registry import SEARCH, check_usable, load_class
+
+SEARCHING = (SEARCH, "searchcode")  # environments that ask the retrieval server
 
 
 def environments_of(config: Config) -> set[str]:
@@ -85,14 +87,15 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
 
 def searches(config: Config) -> bool:
     """Return whether the run asks the retrieval server."""
-    return config.do_search and not environments_of(config).isdisjoint((SEARCH, "searchcode"))
+    return config.do_search and not environments_of(config).isdisjoint(SEARCHING)
 
 
 def check_environments(config: Config) -> None:
     """Raise ValueError if the environments of a run can't be used.
 
-    This is the case if there is no environment of a name in the configuration or in a row, or if a set of
-    `trainer.evals` changes what searches find and has rows that don't search.
+    This is the case if there is no environment of a name in the configuration or in a row, if one that is
+    asked lacks a package or has wrong settings, or if a set of `trainer.evals` changes what searches find and
+    has rows that don't search.
     """
     settings = config.environment.env_config
     if SEARCH in settings:
@@ -105,6 +108,8 @@ def check_environments(config: Config) -> None:
         for file in files:
             environments = environments_in(Path(file), config.environment.env_class)
             check_controlled(held_out.retriever, environments, f"the rows of {file} (trainer.evals)")
-    names = {config.environment.env_class, *environments_of(config), *settings}
-    for name in sorted(names - {SEARCH}):  # the search is always there, and its module loads torch
+    asked = environments_of(config)
+    for name in sorted(asked - {SEARCH}):  # the search is always there, and its module loads torch
+        check_usable(name, settings.get(name, {}))
+    for name in sorted({config.environment.env_class, *settings} - asked - {SEARCH}):
         load_class(name)

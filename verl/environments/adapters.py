@@ -46,6 +46,7 @@ class GymnasiumEnv(BaseTextEnv):
     """
 
     stop = ("</action>",)
+    needs = ("gymnasium",)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
@@ -160,6 +161,8 @@ class VerifiersEnv(ProgramEnv):
     text of its turn, with <tool_call>{"name": .., "arguments": {..}}</tool_call>, and the result comes back
     in <tool_response>.
     """
+
+    needs = ("verifiers",)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()

@@ -147,23 +147,33 @@ class ProgramEnv(BaseTextEnv):
         self.reply.cancel()
 
 
+def function_of(env_config: Mapping[str, Any]) -> Any:
+    """Return the user's function that the environment's settings name.
+
+    Raises ValueError if the settings are wrong, or if the function can't be imported.
+    """
+    name = env_config.get("function")
+    tool_format = env_config.get("tool_format", "hermes")
+    if not isinstance(name, str):
+        problem = f"Found environment.env_config.agent.function={name!r}"
+        raise ValueError(f"{problem}; expected package.module:run.")
+    if tool_format not in FORMATS:
+        raise ValueError(f"Found tool_format={tool_format!r} of agent; expected one of {', '.join(FORMATS)}.")
+    return import_named(name, f"function={name!r} of environment agent", ())
+
+
 class AgentFunctionEnv(ProgramEnv):
     """An episode that the user's function plays."""
+
+    @classmethod
+    def check_settings(cls, env_config: Mapping[str, Any]) -> None:
+        function_of(env_config)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         config = env_config or {}
-        name = config.get("function")
-        tool_format = config.get("tool_format", "hermes")
-        if not isinstance(name, str):
-            problem = f"Found environment.env_config.agent.function={name!r}"
-            raise ValueError(f"{problem}; expected package.module:run.")
-        if tool_format not in FORMATS:
-            raise ValueError(
-                f"Found tool_format={tool_format!r} of agent; expected one of {', '.join(FORMATS)}."
-            )
-        self.function = import_named(name, f"function={name!r} of environment agent", ())
-        self.tool_format = FORMATS[tool_format]
+        self.function = function_of(config)
+        self.tool_format = FORMATS[config.get("tool_format", "hermes")]
         self.rewards = bool(config.get("rewards", True))
         self.stop = self.tool_format.stop
         self.row = dict(extras or {})

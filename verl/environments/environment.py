@@ -161,6 +161,18 @@ class BaseTextEnv:
     counts_turns: ClassVar[bool] = False
     # Whether the number of turns is all that it takes to go on with an unfinished episode.
     stateless: ClassVar[bool] = False
+    # Modules of `verl.utils.extras` without which the environment can't work.
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def check_settings(cls, env_config: Mapping[str, Any]) -> None:
+        """Raise ValueError if no episode can be played with these settings.
+
+        This method is called once before a run starts.
+
+        Args:
+            env_config: The environment's block of `environment.env_config`.
+        """
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         self.turns = 0  # actions so far, for the subclass to count

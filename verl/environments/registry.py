@@ -3,8 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.environments.environment import EXECUTORS, check_stop, env_config_of, make_environment
+from verl.environments.environment import (
+    EXECUTORS,
+    BaseTextEnv,
+    check_stop,
+    env_config_of,
+    make_environment,
+)
 from verl.plugins import load_plugins
+from verl.utils.extras import check_packages
 from verl.utils.importing import import_named
 
 SEARCH = "search"  # the default, which a plugin registers (verl/plugins.py)
@@ -75,6 +82,21 @@ def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     if not isinstance(stop := getattr(cls, "stop", ()), property):
         check_stop(stop)
     return cls, kwargs
+
+
+def check_usable(env_class: str, env_config: Mapping[str, Any]) -> None:
+    """Raise ValueError if no episode of an environment can be played.
+
+    Its class can't be loaded, a package that it needs is missing, or its settings are wrong.
+
+    Args:
+        env_class: A registered name, or package.module:Class.
+        env_config: The environment's block of `environment.env_config`.
+    """
+    cls, _ = load_class(env_class)
+    if isinstance(cls, type) and issubclass(cls, BaseTextEnv):
+        check_packages(f"environment {env_class!r}", *cls.needs)
+        cls.check_settings(env_config)
 
 
 def make(env_class: str, **kwargs: Any) -> Any:

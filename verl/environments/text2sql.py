@@ -62,6 +62,7 @@ class SQLEnv(BaseTextEnv):
     An error of the policy's query is an observation. `step` raises CouldNotVerify if the right query fails.
     """
 
+    needs = ("sqlglot",)
     stop = ("</sql>", "</solution>")
     observation_end = "</reminder></observation>\n\n"
     counts_turns = True

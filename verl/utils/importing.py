@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl.utils.extras import hint_for
+
 
 def import_named(path: str, what: str, known: Collection[str]) -> Any:
     """Import the object that `path`, package.module:name, names.
@@ -38,8 +40,10 @@ def import_named(path: str, what: str, known: Collection[str]) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # it is a user's module, which may raise anything
+        hint = hint_for(error.name) if isinstance(error, ImportError) else ""
+        folders = f"{os.getcwd()} or PYTHONPATH"
         raise ValueError(
-            f"{what}: {module_name} can't be imported from {os.getcwd()} or PYTHONPATH ({describe(error)})"
+            f"{what}: {module_name} can't be imported from {folders} ({describe(error)}).{hint}"
         ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), 1)

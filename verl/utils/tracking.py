@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
+from verl.utils.extras import missing_package
 from verl.utils.text import printable
 
 
@@ -166,7 +167,4 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(
-            f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install -c "
-            f"constraints.txt {name}` or leave it out."
-        ) from error
+        raise missing_package(f"{name!r} in trainer.logger", name) from error

@@ -36,6 +36,7 @@ _FIRST = {  # makes a process load words, sentences and languages before its fir
 class IFEvalVerifier(CheckedVerifier):
     """The verifiers `ifeval` and `ifeval_old`, which work in processes of their own (`workers.py`)."""
 
+    needs = ("if_verifiable",)
     function = "verl.verifiers.ifeval:ifeval_score"
     warm_up_arguments = ("This is so.", _FIRST)
 

@@ -38,6 +38,7 @@ _STRIPPED += [("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")]
 class MathVerifier(CheckedVerifier):
     """The verifiers `math` and `strict_math`, which work in processes of their own (`workers.py`)."""
 
+    needs = ("math_verify",)
     function = "verl.verifiers.math:math_score"
     warm_up_arguments = ("0.50", "1/2", False)
 

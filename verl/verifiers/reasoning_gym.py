@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from verl.utils.extras import missing_package
 from verl.verifiers.text import after_thinking
 from verl.verifiers.verifier import Sample, parse_literal
 from verl.verifiers.workers import CheckedVerifier
@@ -27,6 +28,7 @@ class ReasoningGymVerifier(CheckedVerifier):
     Scoring may run a solver.
     """
 
+    needs = ("reasoning_gym",)
     function = "verl.verifiers.reasoning_gym:reasoning_gym_score"
     warm_up_arguments = ("4", _FIRST)
 
@@ -60,5 +62,4 @@ def import_library(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        command = "pip install -c constraints.txt reasoning-gym"
-        raise ValueError(f"reasoning_gym needs a package: {error}; install it: {command}") from error
+        raise missing_package(f"reasoning_gym ({error})", "reasoning_gym") from error

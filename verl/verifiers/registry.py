@@ -28,6 +28,7 @@ import numpy as np
 
 from verl.config.environments import VerifiersConfig
 from verl.utils.errors import CouldNotVerify
+from verl.utils.extras import check_packages
 from verl.utils.importing import describe, import_named
 from verl.utils.rows import row_max_turns, truth_struct
 from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
@@ -165,7 +166,7 @@ def assigned_of_row(row: Mapping[str, Any]) -> list[Assigned]:
 def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
     """Make the verifier with a name and open it.
 
-    Raises ValueError if there is none, or if it is no verifier.
+    Raises ValueError if there is none, if it is no verifier, or if a package that it needs is missing.
     """
     cls = import_named(VERIFIERS.get(check_name(name), name), f"verifier {name!r}", VERIFIERS)
     if not isinstance(cls, type) or not issubclass(cls, Verifier):
@@ -174,6 +175,7 @@ def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
         )
     if cls.verify is Verifier.verify and cls.verify_many is Verifier.verify_many:
         raise ValueError(f"Verifier {name!r}: found neither verify nor verify_many; expected one of them.")
+    check_packages(f"verifier {name!r}", *cls.needs)
     verifier = cls()
     verifier.name = verifier.name or name
     verifier.open(settings)

@@ -92,11 +92,13 @@ class Verifier:
         name: The name of the verifier in rows and metrics.
         low: The lowest score. Lower ones are clipped to it.
         high: The highest score. Higher ones are clipped to it.
+        needs: Modules of `verl.utils.extras` without which the verifier can't work.
     """
 
     name: str = ""
     low: ClassVar[float] = 0.0
     high: ClassVar[float] = 1.0
+    needs: ClassVar[tuple[str, ...]] = ()
 
     def open(self, settings: VerifierSettings) -> None:
         """Prepare the verifier.

@@ -17,7 +17,7 @@ def start() -> None:
 def test_missing_vllm_is_said_in_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(
-        ValueError, match=r"not installed: pip install -c constraints-vllm.txt vllm .*CPU"
+        ValueError, match=r"not installed: .* -m pip install -c constraints-vllm.txt -e '.\[vllm\]' .*CPU"
     ) as error:
         start()
     assert "\n" not in str(error.value)

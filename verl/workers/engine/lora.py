@@ -10,7 +10,6 @@ Adapters are kept in float32, whatever the base's dtype. PEFT is imported only w
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from verl.utils.extras import check_packages
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -131,10 +132,7 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
         ValueError: PEFT is missing, the folder holds no plain LoRA adapter, or its rank differs from
             lora_rank.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError(
-            "model.lora_rank: LoRA needs the package peft; run `pip install -c constraints.txt peft`."
-        )
+    check_packages("model.lora_rank", "peft")
     from peft import LoraConfig
 
     rank = model_config.get("lora_rank", 0)

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from verl.utils.announcing import gc_paused
+from verl.utils.extras import install_command
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
-INSTALL = "pip install -c constraints-vllm.txt vllm (CUDA) or scripts/test_vllm.sh (CPU)"
+INSTALL = f"{install_command('vllm')} (CUDA) or scripts/test_vllm.sh (CPU)"
 
 # Set before vLLM is imported, where the user has not set them.
 _ENVIRONMENT = {
