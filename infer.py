@@ -30,8 +30,9 @@ import verl  # noqa: F401  # isort: skip  (first, as it says which Python has a 
 from rich.console import Console
 from rich.text import Text
 
+from verl.monitor.runs import state_of
 from verl.utils.announcing import announce, gc_paused
-from verl.utils.model_folders import find_model, run_folder
+from verl.utils.model_folders import LOCAL_SEARCH, find_model, run_folder, search_address
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--input", type=Path, help="file with one question a line; -: read them from the input")
     add("--json", action="store_true", help="print one JSON object for each question, and nothing else")
     add("--model", help="Hugging Face folder, checkpoint or run folder, or hub name")
-    url = os.environ.get("RETRIEVER_URL", "http://127.0.0.1:8000/retrieve")
-    add("--retriever-url", default=url, help=f"search server, or several: a,b (RETRIEVER_URL: {url})")
+    default = f"RETRIEVER_URL, else that of the model's run while it trains, else {LOCAL_SEARCH}"
+    add("--retriever-url", help=f"search server, or several: a,b (default: {default})")
     add("--use-proxy", action="store_true", help="reach it through the proxies that the environment names")
     add("--topk", type=int, help="documents per search (default: the run's, else 3)")
     add("--max-turns", type=int, help="most searches per question (default: the run's, else 4)")
@@ -121,6 +122,15 @@ def find_settings(model: str, max_turns: int | None, topk: int | None) -> tuple[
     if run_settings and differing:
         origin += f", but for {' and '.join(differing)}"
     return settings, f"settings: {' '.join(f'{name}={value}' for name, value in settings.items())} ({origin})"
+
+
+def find_search_server(model: str) -> str:
+    """Return the address of the search server, where the command line names none."""
+    run = run_folder(Path(model))
+    if run is None or not (run / "config.yaml").is_file():
+        return search_address(None, False)[0]
+    retriever = read_run_config(run / "config.yaml").get("retriever") or {}
+    return search_address(retriever.get("url"), state_of(run) == "running")[0]
 
 
 def check_retriever(url: str, topk: int, use_proxy: bool) -> None:
@@ -340,6 +350,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.temperature < 0:
         raise ValueError(f"--temperature: found {arguments.temperature}, expected 0 or more")
     model = find_model(arguments.model)
+    if arguments.model is None:
+        taken = f"note: asks {model}, the newest model of all runs here; --model takes another"
+        print(printable(taken), file=sys.stderr)
+    if arguments.retriever_url is None:
+        arguments.retriever_url = find_search_server(model)
     template = find_template(arguments.template, model)
     settings, settings_line = find_settings(model, arguments.max_turns, arguments.topk)
     check_retriever(arguments.retriever_url, settings["topk"], arguments.use_proxy)

@@ -6,5 +6,5 @@ from verl.plugins import provide
 provide("agent_factory", "search_r1.llm_agent.generation:agent_factory")
 provide("trajectory_metrics", "search_r1.llm_agent.generation:env_metrics")
 provide("retrieval_probe", "search_r1.search.probe:RetrievalProbe")
-provide("check_search", "search_r1.llm_agent.generation:check_search")
+provide("check_search", "search_r1.llm_agent.search_check:check_search")
 provide("text_encoder", "search_r1.search.dense.encoder:text_encoder")

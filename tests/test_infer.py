@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -102,6 +103,18 @@ def run_dir(tmp_path_factory) -> Path:
     return run_dir
 
 
+def test_the_search_server_is_the_runs_only_while_it_trains(tmp_path, monkeypatch):
+    monkeypatch.delenv("RETRIEVER_URL", raising=False)
+    model = tmp_path / "run" / "global_step_1" / "actor" / "huggingface"
+    model.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("retriever: {url: [http://a:1/retrieve, http://b:2]}\n")
+    assert infer.find_search_server(str(model)) == "http://127.0.0.1:8000/retrieve"
+    with (tmp_path / "run" / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert infer.find_search_server(str(model)) == "http://a:1/retrieve,http://b:2"
+    assert infer.find_search_server("Qwen/Qwen2.5-3B-Instruct") == "http://127.0.0.1:8000/retrieve"
+
+
 def ask(monkeypatch, *flags: str) -> int:
     monkeypatch.setattr(sys, "argv", ["infer.py", *flags])
     return infer.main()
@@ -109,8 +122,10 @@ def ask(monkeypatch, *flags: str) -> int:
 
 def test_a_trained_model_is_shown_searching_and_answers(run_dir, url, monkeypatch, capsys):
     monkeypatch.chdir(run_dir.parents[1])  # no --model: the newest checkpoint of a local run
-    assert ask(monkeypatch, "--question", "What is Orlen", "--retriever-url", url) == 0
-    shown = capsys.readouterr().out
+    monkeypatch.setenv("RETRIEVER_URL", url)
+    assert ask(monkeypatch, "--question", "What is Orlen") == 0
+    shown, told = capsys.readouterr()
+    assert "note: asks verl_checkpoints/my-run/global_step_7/actor/huggingface, the newest model of" in told
     assert SEARCH in shown and ANSWER in shown
     assert 'Doc 1 "Orlen"' in shown and "Orlen is a town on the Vey." in shown
     assert "Answer: a town" in shown and "(1 searches)" in shown
@@ -174,7 +189,7 @@ def test_a_model_that_the_native_engine_does_not_run_is_refused(run_dir, url, tm
 
 
 def load(model: Path | str, *flags: str, console: Console | None = None) -> LLMGenerationManager:
-    arguments = infer.build_parser().parse_args(flags)
+    arguments = infer.build_parser().parse_args(["--retriever-url", "http://127.0.0.1:8000", *flags])
     settings, _ = infer.find_settings(str(model), None, None)
     return infer.load_manager(str(model), settings, arguments, console or Console())
 

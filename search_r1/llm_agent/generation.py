@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from search_r1.llm_agent.other_passages import ShuffledSearch, submit_shuffled
-from search_r1.search.client import API_KEY_VARIABLE, FoundDocument, SearchClient, SearchError
+from search_r1.search.client import API_KEY_VARIABLE, FoundDocument, SearchClient
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.loop import LoopEvent
 from verl.agent.trajectory import AgentConfig, Trajectory, generation_eos_ids
@@ -361,16 +361,3 @@ def agent_factory(config: Config) -> Callable[[Any, RolloutEngine], LLMGeneratio
     It can be sent to processes on other machines, where the variable SEARCH_R1_API_KEY is not set.
     """
     return functools.partial(build_agent, config, api_key=os.environ.get(API_KEY_VARIABLE, ""))
-
-
-def check_search(config: Config) -> None:
-    """Raise ValueError if no search server answers."""
-    retriever = config.retriever
-    with SearchClient(retriever.url, retriever.topk, 5.0, use_proxy=retriever.use_proxy) as client:
-        try:
-            client.batch_search(["is anybody there"])
-        except SearchError as error:
-            raise ValueError(
-                f"the search server does not answer: {error}. Start one with `bash retrieval_launch.sh`, or "
-                "say where it is: retriever.url=http://host:port/retrieve"
-            ) from None

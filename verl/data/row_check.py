@@ -59,7 +59,7 @@ from verl.verifiers.registry import Verifiers, assigned_verifiers
 from verl.verifiers.verifier import VerifierSettings
 
 _CHUNK_ROWS = 512
-_SMALL_BYTES = 8 * 2**20  # files of this size are looked at before anything is loaded
+SMALL_BYTES = 8 * 2**20  # files of this size are looked at before anything is loaded
 _SHOWN = 10  # mistakes that a message names
 _MOST_THREADS = 4  # more would wait for Python's lock
 _SCORED_BY_ANSWERS = (SEARCH, "single_turn")  # environments that leave the score to the reward function
@@ -397,7 +397,7 @@ def check_small_files(config: Config) -> None:
     files += [Path(file).expanduser() for source in sources for file in source.files]
     if not all(path.is_file() for path in files) or any(source.env is not None for source in sources):
         return  # other checks say what is missing, or the rows are made by a library
-    if data.streaming or sum(path.stat().st_size for path in files) > _SMALL_BYTES:
+    if data.streaming or sum(path.stat().st_size for path in files) > SMALL_BYTES:
         return
     train_rows = training_rows(config, None)
     datasets = list(train_rows.datasets if isinstance(train_rows, Mixture) else [train_rows])

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,14 @@ from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
 from verl.monitor.runs import state_of
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
-from verl.utils.model_folders import ASKED_WITH, find_model, run_folder
+from verl.utils.json_files import read_lines, to_json
+from verl.utils.model_folders import (
+    ASKED_WITH,
+    check_model_is_whole,
+    find_model,
+    run_folder,
+    search_address,
+)
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -43,6 +52,8 @@ if TYPE_CHECKING:
 DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, "data.max_obs_length": 500}
 DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
+RESULTS_FILE = "results.jsonl"
+SETTINGS_FILE = "settings.json"
 BENCHMARKS = Path("data/benchmarks")  # the rows of benchmarks that are given by name
 # The options (RESULT_OPTIONS) and the settings (RESULT_SETTINGS) on which results depend: --resume goes on
 # with results that have the same.
@@ -127,6 +138,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         parser.error(
             f"--retriever: found {options.retriever!r}, expected one or more of {','.join(RETRIEVERS)}"
         )
+    check_folder_or_name(parser, "--tokenizer", options.tokenizer)
+    check_folder_or_name(parser, "--encoder", options.encoder)
     if options.steps not in (None, "all") and not re.fullmatch(r"\d+(,\d+)*", options.steps):
         parser.error(f"--steps: found {options.steps}, expected all, or numbers as 100,200")
     try:
@@ -145,6 +158,14 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         if stems.count(path.stem) > 1:
             parser.error(f"--benchmarks: found two files named {path.stem}; their results have one place")
     return options
+
+
+def check_folder_or_name(parser: argparse.ArgumentParser, option: str, value: str | None) -> None:
+    """End the program with status 2 if a value is no folder, and can be no model's name on a hub."""
+    if value is None or Path(value).expanduser().is_dir():
+        return
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value):
+        parser.error(f"{option}: found {value}, expected a folder, or a model's name on the hub")
 
 
 def folders_of(options: argparse.Namespace) -> Iterator[Path]:
@@ -172,6 +193,7 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
             seen.add(step)
             # A checkpoint may be pruned by now.
             if (not steps_wanted or step in steps_wanted) and checkpoints[step].is_dir():
+                check_model_is_whole(checkpoints[step])
                 yield checkpoints[step]
         if is_over:
             break
@@ -200,30 +222,55 @@ def relative_results_path(folder: Path | None, model: str) -> Path:
 def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
     """Return the settings of a model: its run's, or Search-R1's, with those of the command line on top.
 
+    A line on stderr says which they are, and where they are from. If the command line does not name a search
+    server, it is found as infer.py finds it (`search_address`).
+
     Raises ValueError if they are wrong.
     """
     run = None if folder is None else run_folder(folder)
     candidates = [parent / "config.yaml" for parent in (run, folder) if parent is not None]
     of_run = [f"@{file}" for file in candidates if file.is_file()][:1]
     defaults = dict(DEFAULTS)
-    origin = of_run[0].removeprefix("@") if of_run else "defaults, as there is no run's config.yaml"
+    file_of_run = of_run[0].removeprefix("@") if of_run else None
+    origin = file_of_run or "defaults, as there is no run's config.yaml"
     if folder is None and (of_server := settings_of_server(options)):
         defaults |= of_server
         origin = f"the run of {options.model}, as {options.base_url} says"
     weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in defaults.items()}
-    config: Config = load([*of_run, *options.settings], environment=weakest | os.environ).config
+    loaded = load([*of_run, *options.settings], environment=weakest | os.environ)
+    config: Config = loaded.config
+    origin_of_url = loaded.origins["retriever.url"]
+    if origin_of_url in ("default", file_of_run):
+        url_of_run = config.retriever.url if origin_of_url == file_of_run else None
+        is_running = run is not None and state_of(run) == "running"
+        url, origin_of_url = search_address(url_of_run, is_running)
+        config = replace_values(config, {"retriever.url": url})
     values = flatten(config)
     shown = " ".join(f"{name}={values[name]}" for name in ASKED_WITH if values.get(name) is not None)
-    print(printable(f"asks with {shown} (from {origin}, and the command line)"), file=sys.stderr, flush=True)
+    line = f"asks with {shown} (from {origin}, and the command line)"
+    if config.do_search:
+        line += f"; searches at {config.retriever.url} ({origin_of_url})"
+    print(printable(line), file=sys.stderr, flush=True)
     return config
 
 
 def settings_of_server(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of its model's run that a server of ours tells, or {} of any other server."""
+    """Return the settings of its model's run that a server of ours tells, or {} of any other server.
+
+    Raises ValueError if no server listens there.
+    """
     key = os.environ.get(options.api_key_var)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         reply = httpx.get(f"{options.base_url.rstrip('/')}/models", headers=headers, timeout=10.0)
+    except httpx.ConnectError as error:
+        raise ValueError(
+            f"--base_url: found nothing that answers at {options.base_url} ({error}); expected a server with "
+            "OpenAI's API. Start it, or correct the address."
+        ) from None
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return {}
+    try:
         cards = reply.json()["data"]
         settings = next(card["run_settings"] for card in cards if card["id"] == options.model)
         return {
@@ -231,15 +278,7 @@ def settings_of_server(options: argparse.Namespace) -> dict[str, Any]:
             for name in ASKED_WITH
             if type(settings.get(name)) in (int, bool)  # whoever answers there may not set more than that
         }
-    except (
-        httpx.HTTPError,
-        httpx.InvalidURL,
-        StopIteration,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ):
+    except (StopIteration, ValueError, LookupError, TypeError, AttributeError):
         return {}
 
 
@@ -303,13 +342,161 @@ def check_search(config: Config, may_search: bool) -> None:
         hook("check_search")(config)
 
 
+@dataclass(frozen=True)
+class EvaluationTarget:
+    """One model that is going to be measured, and with which settings.
+
+    Attributes:
+        folder: the model's folder; None for a model on a server.
+        name: the model's place below --out.
+        config: the settings.
+    """
+
+    folder: Path | None
+    name: Path
+    config: Config
+
+    def benchmarks(
+        self, options: argparse.Namespace
+    ) -> Iterator[tuple[Path, str, str, Path, dict[str, Any]]]:
+        """Yield file, retriever, label, results' folder and settings of each benchmark.
+
+        The settings are all on which the results depend.
+        """
+        for path in options.benchmarks:
+            settings = {
+                "model": str(self.folder or options.model),
+                "file": hashlib.sha256(path.read_bytes()).hexdigest(),
+                **{name: getattr(options, name) for name in RESULT_OPTIONS},
+                **{
+                    key: value
+                    for key, value in flatten(self.config).items()
+                    if key.startswith(RESULT_SETTINGS)
+                },
+            }
+            for retriever in options.retrievers:
+                label = benchmark_label(path.stem, retriever)
+                control = {} if retriever == OWN else {"retriever": retriever}
+                yield path, retriever, label, options.out / self.name / label, {**settings, **control}
+
+
+def evaluation_targets(options: argparse.Namespace) -> Iterator[EvaluationTarget]:
+    """Yield the models to measure, each looked at without loading torch.
+
+    Settings, existing results, rows and servers are looked at; rows and servers once for each run.
+
+    Raises ValueError for a mistake of the user.
+    """
+    check_writable(options.out)
+    configs: dict[Path | None, Config] = {}  # by the folder of the run, or of the model
+    folders: Iterable[Path | None] = [None] if options.base_url else folders_of(options)
+    if not options.watch:
+        folders = list(folders)
+    for folder in folders:
+        origin = folder if folder is None else run_folder(folder) or folder
+        is_new = origin not in configs
+        if is_new:
+            configs[origin] = settings_of(folder, options)
+            check_retrievers(configs[origin], options)
+        target = EvaluationTarget(folder, relative_results_path(folder, options.model), configs[origin])
+        for _, _, _, results_folder, settings in target.benchmarks(options):
+            check_results(results_folder, settings, options.resume)
+        if is_new:
+            check_rows(target, options)
+            check_servers(target.config, options)
+        yield target
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ValueError if results can't be written into a folder."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--out: found {folder}, which can't be written to; expected another folder")
+
+
+def check_results(folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
+    """Check that the results in a folder can begin or go on.
+
+    Args:
+        folder: The folder of the results.
+        settings: Everything that a result depends on.
+        resume: Whether the command may go on with existing results.
+
+    Raises:
+        ValueError: If there are results already and `resume` is False, or they have other settings.
+    """
+    if not (folder / RESULTS_FILE).exists():
+        return
+    if not resume:
+        raise ValueError(
+            f"Found results at {folder}; expected none. Give --resume to go on with them, or another --out."
+        )
+    (saved,) = read_lines(folder / SETTINGS_FILE) or [{}]
+    current = json.loads(to_json(settings))  # in the form in which a file has them
+    changed = [name for name in (saved | current) if saved.get(name) != current.get(name)]
+    if changed:
+        changes = ", ".join(f"{name}={saved.get(name)!r}, now {current.get(name)!r}" for name in changed)
+        raise ValueError(
+            f"{folder} was begun with other settings: {changes}. Use those, or give another --out."
+        )
+
+
+def check_rows(target: EvaluationTarget, options: argparse.Namespace) -> None:
+    """Look at the user's reward function, at the environments and at the rows, without a tokenizer.
+
+    Rows of large files are looked at beside the loading of the model.
+
+    Raises ValueError if they can't be used, or if a file has fewer rows than -n asks for.
+    """
+    from verl.data.rl_dataset import RLHFDataset, row_settings
+    from verl.data.row_check import SMALL_BYTES, RowCheck
+    from verl.data.row_environments import environments_in
+    from verl.environments.registry import SEARCH, check_usable
+    from verl.utils.reward_score import load_reward_function
+    from verl.verifiers.registry import Verifiers
+    from verl.verifiers.verifier import VerifierSettings
+
+    config = target.config
+    load_reward_function(config.custom_reward_function)
+    for path in options.benchmarks:
+        for env_class in sorted(environments_in(path, config.environment.env_class) - {SEARCH}):
+            check_usable(env_class, config.environment.env_config.get(env_class, {}))
+    verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / target.name))
+    try:
+        for path in options.benchmarks:
+            if path.stat().st_size > SMALL_BYTES and options.n is None:
+                continue
+            dataset = RLHFDataset(str(path), None, row_settings(config))
+            if options.n is not None and options.n > len(dataset):
+                raise ValueError(
+                    f"-n: found {options.n}, {path} has {len(dataset)} rows; expected at most that"
+                )
+            dataset.limit_rows(options.n)
+            RowCheck.of(config, [dataset], None, None, verifiers).check()
+    finally:
+        verifiers.close()
+
+
+def check_servers(config: Config, options: argparse.Namespace) -> None:
+    """Raise ValueError if rows search, and no search server answers."""
+    from verl.data.row_environments import SEARCHING, environments_in
+
+    names = [environments_in(path, config.environment.env_class) for path in options.benchmarks]
+    asks_server = not set(options.retrievers).isdisjoint((OWN, SHUFFLED))
+    check_search(config, asks_server and not set().union(*names).isdisjoint(SEARCHING))
+
+
 def evaluate(
-    folder: Path | None, options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None
+    target: EvaluationTarget,
+    options: argparse.Namespace,
+    use: Callable[[Benchmark, Any, str], None] | None,
 ) -> None:
     """Measure one model on all benchmarks.
 
     Args:
-        folder: the model's folder; None for a model on a server.
+        target: the model, looked at.
         options: the command line.
         use: is called with each benchmark after its rollouts, with the tokenizer and with the model's name.
 
@@ -328,8 +515,8 @@ def evaluate(
         from verl.verifiers.registry import Verifiers
         from verl.verifiers.verifier import VerifierSettings
 
-    config = settings_of(folder, options)
-    check_retrievers(config, options)
+    config = target.config
+    name = target.name
     evaluation_settings = EvaluationSettings(
         options.rollouts,
         options.temperature,
@@ -343,9 +530,8 @@ def evaluate(
     encode = None
     if options.encoder is not None:
         encode = hook("text_encoder")(options.encoder)
-    name = relative_results_path(folder, options.model)
     with announce(f"loading {name}", sys.stderr), ExitStack() as stack:
-        agent = stack.enter_context(agent_of(folder, config, options))
+        agent = stack.enter_context(agent_of(target.folder, config, options))
         open_agent = stack.pop_all()
     with open_agent:
         data = row_settings(config)
@@ -355,29 +541,15 @@ def evaluate(
         open_agent.callback(verifiers.close)
         score = load_reward_function(config.custom_reward_function)
         reward_fn = RewardManager(agent.tokenizer, 0, score, verifiers, stops=False)
-        benchmarks: list[Benchmark] = []
-        datasets: list[RLHFDataset] = []
+        datasets: dict[Path, RLHFDataset] = {}
         for path in options.benchmarks:
-            dataset = RLHFDataset(str(path), agent.tokenizer, data, options.n)
+            datasets[path] = RLHFDataset(str(path), agent.tokenizer, data, options.n)
             row_tokenizer = agent.tokenizer if hasattr(agent.tokenizer, "vocab_size") else None
-            RowCheck.of(config, [dataset], row_tokenizer, None, verifiers).check()
-            datasets.append(dataset)
-            settings = {
-                "model": str(folder or options.model),
-                "file": hashlib.sha256(path.read_bytes()).hexdigest(),
-                **{name: getattr(options, name) for name in RESULT_OPTIONS},
-                **{key: value for key, value in flatten(config).items() if key.startswith(RESULT_SETTINGS)},
-            }
-            for retriever in options.retrievers:
-                rows = with_retriever(dataset, retriever, options.seed, config.max_turns)
-                control = {} if retriever == OWN else {"retriever": retriever}
-                label = benchmark_label(path.stem, retriever)
-                results_folder = options.out / name / label
-                benchmarks.append(Benchmark(label, rows, results_folder, {**settings, **control}, encode))
-        for benchmark in benchmarks:
-            benchmark.check(options.resume)
-        asks_server = not set(options.retrievers).isdisjoint((OWN, SHUFFLED))
-        check_search(config, asks_server and any(dataset[0]["episode"] is None for dataset in datasets))
+            RowCheck.of(config, [datasets[path]], row_tokenizer, None, verifiers).check()
+        benchmarks: list[Benchmark] = []
+        for path, retriever, label, results_folder, settings in target.benchmarks(options):
+            rows = with_retriever(datasets[path], retriever, options.seed, config.max_turns)
+            benchmarks.append(Benchmark(label, rows, results_folder, settings, encode))
         summaries: dict[str, dict[str, Any]] = {}
         for benchmark in benchmarks:
             summary = benchmark.run(agent, reward_fn, evaluation_settings)
@@ -451,12 +623,16 @@ def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stopped: tuple[type[Exception], ...] = ()
     try:
-        from verl.checkpoints.run_state import RunStopped
-        from verl.sessions.engine_contract import EngineUnavailable
+        models: Iterable[EvaluationTarget] = evaluation_targets(options)
+        if not options.watch:
+            models = list(models)  # all are looked at before one is loaded
+        for target in models:
+            with announce("loading the libraries", sys.stderr), gc_paused():
+                from verl.checkpoints.run_state import RunStopped
+                from verl.sessions.engine_contract import EngineUnavailable
 
-        stopped = (RunStopped, EngineUnavailable)
-        for folder in [None] if options.base_url else folders_of(options):
-            evaluate(folder, options, use)
+            stopped = (RunStopped, EngineUnavailable)
+            evaluate(target, options, use)
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2

@@ -10,7 +10,6 @@ with the same rollouts as an undisturbed one.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter, deque
@@ -159,31 +158,6 @@ class Benchmark:
         self.folder = folder
         self.settings = settings
         self.results = folder / "results.jsonl"
-
-    def check(self, resume: bool) -> None:
-        """Check that a run in the folder can begin or go on.
-
-        Args:
-            resume: Whether the run may go on with existing results.
-
-        Raises:
-            ValueError: If there are results already and `resume` is False, or they have other settings.
-        """
-        if not self.results.exists():
-            return
-        if not resume:
-            raise ValueError(
-                f"Found results at {self.folder}; expected none. Give --resume to go on with them, or "
-                "another --out."
-            )
-        (saved,) = read_lines(self.folder / "settings.json") or [{}]
-        current = json.loads(to_json(self.settings))  # in the form in which a file has them
-        changed = [name for name in (saved | current) if saved.get(name) != current.get(name)]
-        if changed:
-            changes = ", ".join(f"{name}={saved.get(name)!r}, now {current.get(name)!r}" for name in changed)
-            raise ValueError(
-                f"{self.folder} was begun with other settings: {changes}. Use those, or give another --out."
-            )
 
     def run(
         self, agent: EnvironmentAgent, reward_fn: RewardManager, evaluation_settings: EvaluationSettings

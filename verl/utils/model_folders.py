@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,26 @@ ASKED_WITH = (
     "data.max_response_length",
     "data.max_obs_length",
 )
+LOCAL_SEARCH = "http://127.0.0.1:8000/retrieve"
 CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
+
+
+def search_address(url_of_run: str | Sequence[str] | None, is_running: bool) -> tuple[str, str]:
+    """Return the address of the search servers of a model that is asked now, and where it is from.
+
+    It is that of RETRIEVER_URL, else that of the model's run while it trains, else that of a server which
+    `bash retrieval_launch.sh` has started. The server that a run started for itself ended with the run.
+
+    Args:
+        url_of_run: The address, or addresses, in the settings of the model's run.
+        is_running: Whether the run still trains.
+    """
+    if os.environ.get("RETRIEVER_URL"):
+        return os.environ["RETRIEVER_URL"], "RETRIEVER_URL"
+    if url_of_run is not None and is_running:
+        urls = [url_of_run] if isinstance(url_of_run, str) else url_of_run
+        return ",".join(urls), "the run's server, as it still trains"
+    return LOCAL_SEARCH, "that of bash retrieval_launch.sh; RETRIEVER_URL names another"
 
 
 def run_folder(model: Path) -> Path | None:
