@@ -10,6 +10,7 @@ import pytest
 
 from verl.monitor.__main__ import main
 from verl.monitor.page import page_server
+from verl.monitor.runs import Run
 
 
 def turn(text, action="search", **details):
@@ -76,10 +77,39 @@ def test_runs_are_listed_with_their_states(tmp_path, capsys):
     with (running / "run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["--list", "--root", str(tmp_path)]) == 0
-    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    shown = capsys.readouterr().out.splitlines()
+    lines = {line.split()[-2]: line for line in shown if line.startswith("│")}
     assert "finished" in lines["one"] and "stopped" in lines["two"] and "running" in lines["group/three"]
     assert main(["--list", "--root", str(tmp_path), "--num-runs", "1"]) == 0
     assert capsys.readouterr().out.count("│") == 7  # one row
+
+
+def test_the_list_breaks_no_name(tmp_path, capsys, monkeypatch):
+    name = "squad-quickstart-Qwen2.5-3B-Instruct-grpo-seed0-adv_estimator-rloo-lr-1e-6-n_agent-16"
+    write_run(tmp_path / "group" / name)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--list", "--root", str(tmp_path)]) == 0
+    assert f"group/{name} " in capsys.readouterr().out
+
+
+def test_a_run_in_an_environment_is_shown_by_its_reward(tmp_path, capsys):
+    run = write_run(tmp_path / "one")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for line in lines:
+        line |= {
+            "train/em": 0.0,
+            "val/sampled/em": 0.0,
+            "env/text2sql/reward": 0.25,
+            "env/text2sql/turns": 2.0,
+        }
+    lines[-1]["val/test_score/text2sql"] = 0.625
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(run), "--metrics-only"]) == 0
+    told = capsys.readouterr().out
+    assert "validation reward" in told and "0.625" in told and "EM" not in told
+    shown = Run(run).pictures()["reward"]
+    assert shown["Environments"] == ("env/text2sql/reward", "val/test_score/text2sql")
+    assert "Exact match" not in shown
 
 
 def test_a_report_has_figures_tags_failed_rollouts_and_pictures(tmp_path, capsys):

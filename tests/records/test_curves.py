@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.records.curves import controlled_sets, draw_curves
+from verl.records.curves import controlled_sets, draw_curves, environments_in, panels_of
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,23 @@ def test_a_branch_that_a_run_has_left_is_drawn_beside_the_run(tmp_path):
     draw_curves(rows, tmp_path / "alone.png", "a run")
     draw_curves(rows, tmp_path / "both.png", "a run", [left])
     assert (tmp_path / "alone.png").read_bytes() != (tmp_path / "both.png").read_bytes()
+
+
+def test_a_run_in_environments_has_their_rewards_and_turns_in_its_panels():
+    rows = [{"step": 1, "env/text2sql/reward": 0.1, "env/text2sql/turns": 2.0, "train/em": 0.0}]
+    environments = environments_in(rows)
+    panels = panels_of(environments)
+    assert environments == ["text2sql"] and list(panels)[:2] == ["Reward", "Turns per episode"]
+    assert list(panels["Reward"]) == ["env/text2sql/reward"]
+    assert "Searches per question" in panels_of(["search", "text2sql"])
+    assert list(panels_of([]))[:2] == ["Right answers and reward", "Searches per question"]
+
+
+def test_the_validation_of_an_environment_is_drawn(tmp_path):
+    rows = [{"step": step, "env/text2sql/reward": step / 9} for step in range(9)]
+    draw_curves(rows, tmp_path / "training.png", "a run")
+    draw_curves([*rows, {"step": 9, "val/test_score/text2sql": 0.5}], tmp_path / "both.png", "a run")
+    assert (tmp_path / "training.png").read_bytes() != (tmp_path / "both.png").read_bytes()
 
 
 def test_controls_are_curves_that_say_what_their_searches_found():

@@ -1,12 +1,14 @@
 """A run's records: what the files hold, also after a kill and a restart."""
 
 import json
+import re
 from pathlib import Path
 
 from records_data import SplitTokenizer, report, step_batch
 
 from verl.checkpoints.run_state import RunState
 from verl.records import RunRecorder
+from verl.records.recorder import run_title
 from verl.records.trajectories import TokenTexts, trajectory_records
 from verl.trainer.config import load_config
 from verl.trainer.ppo.validation import run_summary
@@ -78,7 +80,9 @@ def test_a_run_leaves_its_records(tmp_path, capsys):
     assert [sum(line["em"] for line in asked if line["step"] == step) for step in (0, 3)] == [8.0, 26.0]
     records = read_lines(folder / "trajectories" / "step_1.jsonl")
     assert len(records) == 3 and records[0]["split"] == "train"
-    assert "Who made the cheese?" in (folder / "trajectories.html").read_text()
+    page = (folder / "trajectories.html").read_text()
+    assert "Who made the cheese?" in page
+    assert re.findall(r'"step": (\d+), "split"', page)[0] == "3", "it opens at the newest step"
     said = capsys.readouterr().out
     assert "step 2/3  reward 0.200  EM 0.750  searches 1.00  1,234 tokens/s  0:02 left" in said
     assert "validation at step 0" in said and "done after 3 steps" in said
@@ -98,6 +102,30 @@ def test_the_summary_has_the_sampled_figures_first_and_all_that_is_promised(tmp_
     assert summary["seconds_by_phase"] == {"gen": 2.0, "update_actor": 1.0}
     assert summary["generated_tokens_per_second"] == 100.0
     assert summary["trained_tokens_per_second"] == 600.0
+
+
+def test_a_run_in_an_environment_ends_with_its_reward_and_is_named_after_it(tmp_path, capsys):
+    config = make_config(tmp_path, "environment.env_class=text2sql")
+    state = RunState()
+    recorder = RunRecorder(config, 1)
+    recorder.start(0, None)
+    for when, share in (("before", 0.2), ("after", 0.8)):
+        told = report(share)
+        for row in told.rows["greedy"]:  # the first ten are also those of the other mode
+            row |= {"env_class": "text2sql", "judged_by": "score", "em": 0.0, "searches": 0}
+        state.validation[when] = told.summary()
+    summary = recorder.finish(run_summary(state, 5.0, seed=3))
+    recorder.close()
+    assert summary["measures_after"]["text2sql"] == {"measure": "reward", "value": 1.0, "count": 10}
+    said = capsys.readouterr().out
+    assert "done after 0 steps: reward of text2sql 0.400 before, 1.000 after training\n" in said
+    assert '"title": "run / text2sql"' in (tmp_path / "run/trajectories.html").read_text()
+
+
+def test_a_run_with_names_has_them_as_its_title(tmp_path):
+    named = make_config(tmp_path, "trainer.project_name=mine", "trainer.experiment_name=first")
+    assert run_title(named) == "mine / first"
+    assert run_title(make_config(tmp_path)) == "run"
 
 
 def test_the_last_lines_of_a_run_say_what_was_not_learnt(tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 from hypothesis import given
@@ -110,3 +112,61 @@ def test_records_with_letters_that_end_lines_are_all_on_the_page(tmp_path):
     records = records_of(["Ada", "Bob\u2028\u2029\x85Cy"])
     folder.add(1, records)
     assert [record["answer"] for record in folder.read(10)] == ["Ada", "Bob\u2028\u2029\x85Cy"]
+
+
+NODE = shutil.which("node")
+# A document that keeps what the page's script puts into it; `text` of a node is all that a reader sees.
+DOM = """
+const nodes = {};
+class Node {
+  constructor(name) { this.name = name; this.children = []; this.own = ""; this.dataset = {}; this.value = "";
+    this.classList = { toggle() {} }; }
+  set textContent(text) { this.own = text; this.children = []; }
+  get textContent() { return this.own + this.children.map((c) => c.textContent).join(" "); }
+  get firstElementChild() { return this.children[0] || this.appendChild(new Node("div")); }
+  get lastChild() { return this.children[this.children.length - 1]; }
+  appendChild(child) { child.parent = this; this.children.push(child); return child; }
+  replaceChildren(...children) { this.children = []; children.forEach((c) => this.appendChild(c)); }
+  before(...children) { this.parent.children.push(...children); }
+  addEventListener() {} setAttribute() {} scrollIntoView() {}
+}
+global.Option = class extends Node { constructor(text) { super("option"); this.own = text; } };
+global.IntersectionObserver = class { observe() {} unobserve() {} };
+global.document = { createElement: (name) => new Node(name), addEventListener() {},
+  querySelectorAll: () => [], querySelector: () => null,
+  createTextNode: (text) => Object.assign(new Node("text"), { own: text }),
+  getElementById: (id) => (nodes[id] ??= new Node(id)) };
+const page = require("fs").readFileSync(process.argv[2], "utf8");
+const [, data, script] = page.match(/id="data">(.*?)<\\/script>\\s*<script>(.*)<\\/script>/s);
+document.getElementById("data").textContent = data;
+(0, eval)(script);
+console.log(nodes.detail.textContent);
+"""
+
+
+def read_page(file, tmp_path) -> str:
+    """Return what a reader of a page sees of the trajectory at which it opens."""
+    (tmp_path / "dom.js").write_text(DOM)
+    command = [NODE, str(tmp_path / "dom.js"), str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(NODE is None, reason="the page's script is run by node")
+def test_the_page_shows_what_an_environment_replied(tmp_path):
+    record = records_of(["Ada"])[0] | {"answer": None, "em": 0, "gold": ["None"]}
+    first, last = record["trajectory"]["turns"]
+    record["trajectory"] |= {"env_class": "text2sql", "num_searches": 0}
+    record["trajectory"]["turns"] = [first | {"action": "sql", "documents": None}, last]
+    write_page([record], tmp_path / "page.html", "sql")
+    shown = read_page(tmp_path / "page.html", tmp_path)
+    turns = shown.partition("Turns")[2].partition("Tokens")[0]
+    assert "reads" in turns and "Doc 1(Title: Käse)" in turns
+    assert "2 turns" in shown and "text2sql" in shown
+    assert "golden answer" not in shown and "0 searches" not in shown
+
+
+@pytest.mark.skipif(NODE is None, reason="the page's script is run by node")
+def test_the_documents_of_a_search_are_told_once(tmp_path):
+    write_page(records_of(["Ada"]), tmp_path / "page.html", "cheese")
+    turns = read_page(tmp_path / "page.html", tmp_path).partition("Turns")[2].partition("Tokens")[0]
+    assert turns.count("Käse") == 2 and "reads" not in turns  # the query, and the title of the document

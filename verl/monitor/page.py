@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl.monitor.runs import PICTURES, TABLE, Run, share_of_tags
+from verl.monitor.runs import TABLE, Run, share_of_tags
 from verl.utils.json_files import last_steps, to_json
 from verl.utils.serving import SERVER_OPTIONS, Door, DoorRules
 
@@ -36,9 +36,9 @@ def page_data(folders: Sequence[Path], open_run: Callable[[Path], Run] = Run) ->
         entry = {"name": run.folder.name, "state": run.state, "step": run.step, "age": run.age}
         entries.append(entry | {"figures": figures, "tags": share_of_tags(counts)})
     panels: dict[str, list[dict[str, Any]]] = {}
-    for picture in PICTURES.values():
-        for name, metrics in picture.items():
-            for run in runs:
+    for run in runs:
+        for picture in run.pictures().values():
+            for name, metrics in picture.items():
                 for metric in metrics:
                     if points := last_steps(run.rows, metric):
                         stride = -(-len(points) // MOST_POINTS)

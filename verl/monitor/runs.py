@@ -10,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verl.records.curves import draw_panels
+from verl.records.curves import draw_panels, environments_in
 from verl.records.tags import TAGS, environment_of, tags_of
 from verl.records.trajectories import TrajectoryFolder
 from verl.utils.json_files import last_steps, read_lines
 
+EXACT_MATCH = "Exact match"
 # Picture -> panel -> metrics. For each metric the steps that have it are drawn.
 PICTURES: dict[str, dict[str, tuple[str, ...]]] = {
     "loss": {
@@ -25,7 +26,7 @@ PICTURES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "reward": {
         "Reward": ("critic/score/mean",),
-        "Exact match": ("train/em", "val/sampled/em", "val/greedy/em"),
+        EXACT_MATCH: ("train/em", "val/sampled/em", "val/greedy/em"),
         "Searches": ("train/searches",),
         "Length (tokens the policy wrote)": ("response_length/mean",),
     },
@@ -43,7 +44,9 @@ TABLE = {
     "mismatch_kl": ("rollout_corr/kl",),
     "reward": ("critic/score/mean",),
     "EM": ("train/em",),
-    "validation EM": ("val/sampled/em", "val/greedy/em", "val/loss"),
+    "validation EM": ("val/sampled/em", "val/greedy/em"),
+    "validation reward": (),  # that of environments, whose metrics have their names
+    "validation loss": ("val/loss",),
     "generated tokens/s": ("perf/generated_tokens_per_second", "rollout/tokens_per_second"),
     "trained tokens/s": ("perf/trained_tokens_per_second", "perf/tokens_per_second"),
     "step s": ("timing_s/step",),
@@ -64,6 +67,11 @@ class Run:
         self.state = state_of(folder)
 
     @property
+    def environments(self) -> list[str]:
+        """Return the names of the environments that give the run's rewards."""
+        return environments_in(self.rows)
+
+    @property
     def step(self) -> int:
         return max((row["step"] for row in self.rows), default=0)
 
@@ -75,8 +83,17 @@ class Run:
         return float("inf")
 
     def last(self, name: str) -> float | None:
-        """Return the newest value of a name of TABLE, or None if there is none."""
-        for metric in TABLE[name]:
+        """Return the newest value of a name of TABLE, or None if there is none.
+
+        Answers in environments are judged by their rewards alone, so that there is no exact match.
+        """
+        if name == "validation reward":
+            metrics = tuple(f"val/test_score/{environment}" for environment in self.environments)
+        elif name in ("EM", "validation EM") and self.environments and "search" not in self.environments:
+            metrics = ()
+        else:
+            metrics = TABLE[name]
+        for metric in metrics:
             if points := last_steps(self.rows, metric):
                 return float(points[-1][1])
         return None
@@ -112,11 +129,21 @@ class Run:
                 samples.append(record)
         return samples, counts
 
+    def pictures(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Return PICTURES, with the rewards of the run's environments in place of the exact match."""
+        if not self.environments:
+            return PICTURES
+        heads = ("env/{}/reward", "val/test_score/{}")
+        rewards = tuple(head.format(name) for name in self.environments for head in heads)
+        panels = dict(PICTURES["reward"])
+        replaced = {("Environments" if name == EXACT_MATCH else name): panels[name] for name in panels}
+        return PICTURES | {"reward": replaced | {"Environments": rewards}}
+
     def draw(self, folder: Path) -> list[Path]:
         """Draw loss.png, reward.png and optimizer.png from the metrics that exist, and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
-        for name, panels in PICTURES.items():
+        for name, panels in self.pictures().items():
             path = folder / f"{name}.png"
             if draw_panels(self.rows, panels, path, f"{self.folder.name}: {name}"):
                 paths.append(path)

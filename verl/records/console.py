@@ -19,6 +19,9 @@ from rich.text import Text
 
 from verl.utils.text import printable
 
+EXACT_MATCH = "exact match"
+REWARD = "reward"  # an environment's, a verifier's or a user's
+Measures = Mapping[str, Mapping[str, Any]]  # environment or data source -> {measure, value, count}
 _PACE_OVER = 20  # the time left is estimated from the mean duration of so many steps
 
 
@@ -123,19 +126,51 @@ def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     ]
 
 
+def _joined(measures: Measures | None) -> dict[str, float]:
+    """Return one value for all that is judged by exact match, and one for each reward, by name."""
+    values: dict[str, float] = {}
+    matched = [entry for entry in (measures or {}).values() if entry["measure"] == EXACT_MATCH]
+    if matched:
+        count = sum(entry["count"] for entry in matched)
+        values[EXACT_MATCH] = sum(entry["value"] * entry["count"] for entry in matched) / count
+    for name, entry in (measures or {}).items():
+        if entry["measure"] == REWARD:
+            values[f"reward of {name}"] = entry["value"]
+    return values
+
+
+def measures_line(summary: Mapping[str, Any]) -> str:
+    """Return how well a run did before and after training, by what its questions are judged by.
+
+    That is the exact match, or the reward where an environment, a verifier or a user's function gives it.
+    `summary` is that of `run_summary` of the trainer.
+    """
+    before = _joined(summary.get("measures_before"))
+    after = _joined(summary.get("measures_after"))
+    if not before and not after:  # no validation, or one of an earlier version
+        for values, em in ((before, summary["em_before"]), (after, summary["em_after"])):
+            if em is not None:
+                values[EXACT_MATCH] = em
+    parts = []
+    for name in dict.fromkeys([*before, *after]) or [EXACT_MATCH]:
+        form = ".1%" if name == EXACT_MATCH else ".3f"
+        told = [f"{values[name]:{form}}" if name in values else "not measured" for values in (before, after)]
+        parts.append(f"{name} {told[0]} before, {told[1]} after training")
+    return "; ".join(parts)
+
+
 def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
     """Return the lines that report a validation.
 
     There is a line for each mode of a `ValidationReport` and one for the extra questions. There is one more
-    for the scores if there are several sources, or one source whose score is no exact match.
+    for the scores if there are several sources.
     """
     lines = [_mode_line(mode, figures) for mode, figures in summary.items() if mode != "extra"]
     lines += [f"extra questions, {_mode_line(*item)}" for item in summary.get("extra", {}).items()]
     head = "val/test_score/"
     scores = {name.removeprefix(head): value for name, value in metrics.items() if name.startswith(head)}
-    is_exact_match = {*scores.values()} <= {figures.get("em") for figures in summary.values()}
     score_texts = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
-    return lines + ([f"score by data source: {score_texts}"] if len(scores) > 1 or not is_exact_match else [])
+    return lines + ([f"score by data source: {score_texts}"] if len(set(scores.values())) > 1 else [])
 
 
 def outcome_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -164,8 +199,14 @@ def _mode_line(mode: str, figures: Mapping[str, Any]) -> str:
     if num_unverified:
         failures = f"; {num_unverified} of {figures['num_questions']} questions failed and are left out"
     if figures["em"] is None:
-        return f"{mode} EM not measured{failures}"
-    return (
-        f"{mode} EM {figures['em']:.3f}{by_hops(figures['em_by_hops'], '.3f')}, "
-        f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}{failures}"
-    )
+        return f"{mode}: no question could be judged{failures}"
+    values = _joined(figures["measures"])
+    parts = []
+    for name, value in values.items():
+        if name == EXACT_MATCH:
+            parts.append(f"EM {value:.3f}{by_hops(figures['em_by_hops'], '.3f')}")
+        else:
+            parts.append(f"{name} {value:.3f}")
+    if EXACT_MATCH in values or figures["searches"] > 0:
+        parts.append(f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}")
+    return f"{mode} {', '.join(parts)}{failures}"

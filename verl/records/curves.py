@@ -26,12 +26,14 @@ GREY = "#8a8f98"
 PURPLE = "#cc79a7"
 SKY = "#56b4e9"
 HOP_COLOURS = (BLUE, ORANGE, GREEN, RED)
+ANSWERS = "Right answers and reward"
+SEARCHES = "Searches per question"
 LINES = {  # lines of training: panel -> metric -> colour, label
-    "Right answers and reward": {
+    ANSWERS: {
         "critic/score/mean": (GREY, "reward, training"),
         "train/em": (BLUE, "exact match, training"),
     },
-    "Searches per question": {"train/searches": (GREY, "training")},
+    SEARCHES: {"train/searches": (GREY, "training")},
     "Entropy (nats per token)": {"actor/entropy_loss": (BLUE, "policy")},
     "Length (tokens the policy wrote)": {
         "response_length/mean": (BLUE, "mean"),
@@ -66,10 +68,11 @@ _STYLE: Any = {
 
 
 def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = ()) -> None:
-    """Draw four panels: right answers and reward (or the rewards of environments), searches, entropy, length.
+    """Draw four panels: right answers and reward, searches, entropy, length.
 
     The panel of right answers also shows those without the passages that a question needs
-    (`controlled_sets`).
+    (`controlled_sets`). A run in environments has their rewards in its place, of training and of validation,
+    and their turns in place of searches if it does not search.
 
     Args:
         rows: lines of `metrics.jsonl`; a panel shows what they have.
@@ -79,10 +82,8 @@ def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = (
             grey.
     """
     with _picture(path, title) as axes:
-        rewards = sorted({name for row in rows for name in row if re.fullmatch("env/[^/]+/reward", name)})
-        coloured = zip(rewards, HOP_COLOURS, strict=False)
-        reward_lines = {name: (colour, f"{name.split('/')[1]}, training") for name, colour in coloured}
-        panels = LINES | ({"Right answers and reward": reward_lines} if reward_lines else {})
+        environments = environments_in(rows)
+        panels = panels_of(environments)
         for axis, (name, lines) in zip(axes, panels.items(), strict=True):
             axis.set_title(name)
             for metric, (colour, label) in lines.items():
@@ -91,23 +92,49 @@ def draw_curves(rows: Rows, path: Path, title: str, branches: Sequence[Rows] = (
                     _left_branch(axis, last_steps(branch, metric))
         for mode, colour, marker in (("sampled", ORANGE, "o"), ("greedy", RED, "s")):
             label = f"exact match, validation ({mode})"
-            if not reward_lines:
+            if not environments:
                 _points(axes[0], last_steps(rows, f"val/{mode}/em"), colour, label, marker)
-        if not reward_lines:
+        for name, colour in zip(environments, HOP_COLOURS, strict=False):
+            _points(axes[0], last_steps(rows, f"val/test_score/{name}"), colour, f"{name}, validation", "o")
+        if not environments:
             for metric, (label, colour, marker) in controlled_sets(rows).items():
                 _points(axes[0], last_steps(rows, metric), colour, label, marker)
         validated = [m for m in ("sampled", "greedy") if last_steps(rows, f"val/{m}/searches")]
         prefix = f"val/{(validated or ['sampled'])[0]}/searches"
         names = sorted({name for row in rows for name in row if name.startswith(f"{prefix}/hops_")})
-        for i, name in enumerate(names or [prefix]):
+        for i, name in enumerate((names or [prefix]) if SEARCHES in panels else []):
             hops = name.rsplit("_", 1)[-1]
             label = f"validation, {hops} hop{'s' * (hops != '1')}" if names else "validation"
             colour = HOP_COLOURS[i % len(HOP_COLOURS)] if names else ORANGE
             _points(axes[1], last_steps(rows, name), colour, label, "o")
-        values = [v for name in panels["Right answers and reward"] for _, v in last_steps(rows, name)]
+        first_panel = next(iter(panels.values()))
+        values = [v for name in first_panel for _, v in last_steps(rows, name)]
         for axis in axes:
             axis.set_ylim(bottom=0)
         axes[0].set_ylim(min([-0.02, *values]), max([1.02, *values]))
+
+
+def environments_in(rows: Rows) -> list[str]:
+    """Return the environments that give the rewards of a run, or [] if it only searches."""
+    names = {name.split("/")[1] for row in rows for name in row if re.fullmatch("env/[^/]+/reward", name)}
+    return sorted(names)
+
+
+def panels_of(environments: Sequence[str]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Return the panels of a run's picture: panel -> metric -> (colour, label)."""
+    if not environments:
+        return dict(LINES)
+    coloured = list(zip(environments, HOP_COLOURS, strict=False))
+    panels: dict[str, dict[str, tuple[str, str]]] = {}
+    for panel, lines in LINES.items():
+        if panel == ANSWERS:
+            rewards = {f"env/{name}/reward": (colour, f"{name}, training") for name, colour in coloured}
+            panels["Reward"] = rewards
+        elif panel == SEARCHES and "search" not in environments:
+            panels["Turns per episode"] = {f"env/{name}/turns": (colour, name) for name, colour in coloured}
+        else:
+            panels[panel] = lines
+    return panels
 
 
 def controlled_sets(rows: Rows) -> dict[str, tuple[str, str, str]]:

@@ -8,7 +8,6 @@ run hold the same as those of an undisturbed run.
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config, SFTConfig, to_dict, write_yaml
-from verl.records.console import make_display, outcome_lines, validation_lines
+from verl.records.console import make_display, measures_line, outcome_lines, validation_lines
 from verl.records.curves import draw_curves
 from verl.records.tags import ROLLOUTS_TABLE, table_row
 from verl.records.trajectories import TrajectoryFolder, write_page
@@ -26,6 +25,22 @@ from verl.utils.tracking import Tracking
 BRANCHES = "branches"  # folder for the records that a run has left by going back (verl/trainer/rewinds.py)
 _PAGE_RECORDS = 240  # trajectories on the page; the JSONL files have all that were logged
 _REDRAW_SECONDS = 60.0  # while the run goes, curves and page are drawn at most once in this time
+
+
+def run_title(config: Config | SFTConfig) -> str:
+    """Return the title of a run's pictures and pages.
+
+    It is the run's names, or its folder and environment where nobody has named it.
+    """
+    trainer = config.trainer
+    defaults = type(trainer)()
+    names = (trainer.project_name, trainer.experiment_name)
+    if names != (defaults.project_name, defaults.experiment_name):
+        return " / ".join(names)
+    folder = Path(trainer.default_local_dir).name
+    if isinstance(config, Config) and config.environment.env_class != "search":
+        return f"{folder} / {config.environment.env_class}"
+    return folder
 
 
 class Recorder:
@@ -192,27 +207,20 @@ class RunRecorder(Recorder):
         """
         self.write_summary(summary)
         self._draw()
-        values = (summary["em_before"], summary["em_after"])
-        before, after = ("not measured" if value is None else f"{value:.1%}" for value in values)
-        rows = self.metrics.read() if not any(values) else []
-        scores = [{k: v for k, v in row.items() if k.startswith("val/test_score/")} for row in rows]
-        scores = [row for row in scores if row]
-        lines = [f"done after {summary['steps']} steps: exact match {before} before, {after} after training"]
-        lines += [
-            f"{name}: {value:.3f} before, {scores[-1].get(name, math.nan):.3f} after training"
-            for name, value in (scores[0] if scores else {}).items()
-        ]
+        lines = [f"done after {summary['steps']} steps: {measures_line(summary)}"]
         lines += [str(self.run_dir / name) for name in ("summary.json", "curves.png", "trajectories.html")]
         lines += outcome_lines(summary)
         self.say("\n  ".join(lines))
         return summary
 
     def _draw(self) -> None:
-        title = f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"
+        title = run_title(self.config)
         branches = [
             MetricsFile(folder / self.metrics.path.name).read()
             for folder in sorted((self.run_dir / BRANCHES).glob("*"))
         ]
         draw_curves(self.metrics.read(), self.run_dir / "curves.png", title, branches)
-        write_page(self.trajectories.read(_PAGE_RECORDS), self.run_dir / "trajectories.html", title)
+        records = self.trajectories.read(_PAGE_RECORDS)
+        records.sort(key=lambda record: -record["step"])  # the page opens at the first one
+        write_page(records, self.run_dir / "trajectories.html", title)
         self._drawn_at = time.monotonic()

@@ -156,7 +156,7 @@ def test_of_questions_that_all_failed_no_figure_is_known():
     metrics = report.metrics()
     assert metrics == {"val/greedy/search_failed": 7.0, "val/greedy/unverified": 7.0}
     (line,) = validation_lines(report.summary(), metrics)
-    assert line == "greedy EM not measured; 7 of 7 questions failed and are left out"
+    assert line == "greedy: no question could be judged; 7 of 7 questions failed and are left out"
     assert run_summary(RunState(validation={"after": report.summary()}), 1.0, 0)["em_after"] is None
     held_out = HeldOut(files="x.parquet", name="x", every=1, rollouts=2, temperature=0.0)
     sets = HeldOutSets([(held_out, Questions())], score, None, seed=7)

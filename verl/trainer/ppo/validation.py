@@ -17,6 +17,7 @@ import torch
 from verl.checkpoints.run_state import RunState
 from verl.data.rl_dataset import RLHFDataset
 from verl.protocol import DataProto
+from verl.records.console import EXACT_MATCH, REWARD
 from verl.records.figures import UNKNOWN_REWARD_REASONS
 from verl.records.trajectories import find_question
 from verl.trainer.ppo.collection import (
@@ -98,6 +99,7 @@ class ValidationReport:
         - num_questions: how many questions there are in all.
         - num_unverified: how many of them were left out.
         - kinds: see `kind_figures`.
+        - measures: see `measures_of`.
         """
         result: dict[str, Any] = {mode: self._figures(mode) for mode in self.rows}
         return result | ({"extra": self.extra.summary()} if self.extra else {})
@@ -111,7 +113,7 @@ class ValidationReport:
             means[name] = _mean(rows, name) if rows else None
             means[f"{name}_by_hops"] = {hops: _mean(members, name) for hops, members in by_hops.items()}
         means |= {"num_questions": len(rows) + num_unverified, "num_unverified": num_unverified}
-        return means | {"kinds": kind_figures(rows)}
+        return means | {"kinds": kind_figures(rows), "measures": measures_of(rows)}
 
 
 def validate(
@@ -221,6 +223,32 @@ def question_records(batch: DataProto) -> list[dict[str, Any]]:
     return records
 
 
+def measures_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what questions are judged by, and how well they are answered.
+
+    Args:
+        rows: records as `question_records` makes them.
+
+    Returns:
+        Environment, or data source of searches and single turns -> {measure, value, count}. The measure is
+        "exact match" where this is the score of all rows, and otherwise "reward", which an environment, a
+        verifier or a user's function gives.
+    """
+    rows_of: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        is_named_by_source = row["env_class"] in (None, "search", "single_turn")
+        rows_of[row["data_source"] if is_named_by_source else row["env_class"]].append(row)
+    measures: dict[str, dict[str, Any]] = {}
+    for name, members in sorted(rows_of.items()):
+        is_reward = any(row["judged_by"] == "score" or row["score"] != row["em"] for row in members)
+        measures[name] = {
+            "measure": REWARD if is_reward else EXACT_MATCH,
+            "value": _mean(members, "score"),
+            "count": len(members),
+        }
+    return measures
+
+
 def _group(rows: list[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any]]]:
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -241,6 +269,7 @@ def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, An
       that samples at temperature 1 if `trainer.val_modes` has it, and else of the first mode. Those of every
       further mode have its name as a suffix, such as `_greedy`; those of `data.extra_val_files` have the
       prefix `extra_`.
+    - measures_before, measures_after: see `measures_of`.
     - steps, wall_seconds, seconds_by_phase, generated_tokens_per_second, trained_tokens_per_second and seed.
     - not_learnt, score_rose and open_collapses (see `run_outcome`).
 
@@ -287,6 +316,8 @@ def _validation_summary(before: dict[str, Any], after: dict[str, Any], prefix: s
             "em_before_by_hops": first.get("em_by_hops"),
             "em_after_by_hops": last.get("em_by_hops"),
             "searches_by_hops": (last or first).get("searches_by_hops"),
+            "measures_before": first.get("measures"),
+            "measures_after": last.get("measures"),
             "num_val_questions": (last or first).get("num_questions"),
             "num_unverified_before": first.get("num_unverified"),
             "num_unverified_after": last.get("num_unverified"),
