@@ -1,9 +1,11 @@
 """Exact match: normalisation, extraction of the answer, and rule 8 (read only what the policy wrote)."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from verl.utils.reward_score import default_compute_score, load_reward_function, qa_em
+from verl.utils.reward_score import default_compute_score, load_reward_function, qa_em, qa_em_format
 from verl.utils.reward_score.qa_em import (
     compute_score_em,
     compute_score_subem,
@@ -14,6 +16,8 @@ from verl.utils.reward_score.qa_em import (
     normalize_answer,
     subem_check,
 )
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -144,3 +148,24 @@ def test_letters_are_composed_on_both_sides():
     assert qa_em.has_unusual_letters(["\uff34\uff4f\uff4d"])
     assert qa_em.has_unusual_letters(["Tom\u2019s"])
     assert not qa_em.has_unusual_letters(["Tom\u2019s", "Tom's"])
+    assert qa_em.has_unusual_letters({"target": ["\uff34\uff4f\uff4d"]})
+    assert qa_em.has_unusual_letters({"target": ["Tom\u2019s"]})
+    assert not qa_em.has_unusual_letters({"target": ["Tom\u2019s", "Tom's"]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "golden", "right"),
+    [("the", "The", 1), ("A", "The", 0), ("?", "!", 0), ("", "The", 0), ("the", "a wall", 0)],
+)
+def test_answers_of_which_the_normalisation_leaves_nothing_are_compared_as_written(answer, golden, right):
+    """Search-R1's `em` gives 1 to each of the first four; docs/search_r1.md says so."""
+    assert em_check(answer, golden) == right
+    assert subem_check("a wall", golden) == (golden == "a wall")
+
+
+def test_the_docs_name_every_score():
+    text = (ROOT / "docs" / "search_r1.md").read_text(encoding="utf-8").partition("## Scores")[2]
+    modules = (qa_em, qa_em_format)
+    names = [name for module in modules for name in vars(module) if name.startswith("compute_score")]
+    assert len(names) > 3 and [name for name in names if f"`{name}`" not in text] == []
+    assert "`subem`" in (ROOT / "README.md").read_text(encoding="utf-8")
