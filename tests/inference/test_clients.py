@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from served import NAME, tokenizer
@@ -103,6 +104,14 @@ def test_smolagents(server, monkeypatch):
     assert asked[0] == "Amber Harbor"
     segments = server.segments(session)  # it tells the call in words of its own: a rewritten history
     assert segments[0]["response_ids"] == call and len(segments) > 1
+
+
+def test_what_the_docs_name_for_openai_agents_is_there():
+    """By default the SDK asks the Responses API, which no route answers."""
+    agents = pytest.importorskip("agents")
+    text = (Path(__file__).parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
+    for name in ("OpenAIChatCompletionsModel", "set_default_openai_api"):
+        assert f"`{name}(" in text and hasattr(agents, name)
 
 
 def test_openai_agents(server, monkeypatch):
