@@ -62,7 +62,7 @@ _CHUNK_ROWS = 512
 SMALL_BYTES = 8 * 2**20  # files of this size are looked at before anything is loaded
 _SHOWN = 10  # mistakes that a message names
 _MOST_THREADS = 4  # more would wait for Python's lock
-_SCORED_BY_ANSWERS = (SEARCH, "single_turn")  # environments that leave the score to the reward function
+SCORED_BY_ANSWERS = (SEARCH, "single_turn")  # environments that leave the score to the reward function
 
 
 class RowMistake(NamedTuple):
@@ -307,7 +307,7 @@ class RowCheck:
             verifier.check_label(entry.label)
         truth = cells.reward_model["ground_truth"]
         answers = list[str]()
-        if self.needs_answers and not assigned and cells.env_class in _SCORED_BY_ANSWERS:
+        if self.needs_answers and not assigned and cells.env_class in SCORED_BY_ANSWERS:
             truth = with_golden_answers(cells.data_source, truth)
             answers = check_answers(truth)
             self._check_lengths(answers)

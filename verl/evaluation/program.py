@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
@@ -31,10 +30,10 @@ from verl.config import Config, replace_values
 from verl.config.keys import flatten
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
+from verl.evaluation.results import check_results
 from verl.monitor.runs import state_of
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
-from verl.utils.json_files import read_lines, to_json
 from verl.utils.model_folders import (
     ASKED_WITH,
     check_model_is_whole,
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
 DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, "data.max_obs_length": 500}
 DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
-RESULTS_FILE = "results.jsonl"
-SETTINGS_FILE = "settings.json"
 BENCHMARKS = Path("data/benchmarks")  # the rows of benchmarks that are given by name
 # The options (RESULT_OPTIONS) and the settings (RESULT_SETTINGS) on which results depend: --resume goes on
 # with results that have the same.
@@ -342,6 +339,24 @@ def check_search(config: Config, may_search: bool) -> None:
         hook("check_search")(config)
 
 
+class PlannedBenchmark(NamedTuple):
+    """One benchmark that a model is going to be asked.
+
+    Attributes:
+        file: the file of its rows.
+        retriever: what its searches find.
+        label: its name in reports.
+        folder: the folder of its results.
+        settings: everything on which its results depend.
+    """
+
+    file: Path
+    retriever: str
+    label: str
+    folder: Path
+    settings: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class EvaluationTarget:
     """One model that is going to be measured, and with which settings.
@@ -356,13 +371,8 @@ class EvaluationTarget:
     name: Path
     config: Config
 
-    def benchmarks(
-        self, options: argparse.Namespace
-    ) -> Iterator[tuple[Path, str, str, Path, dict[str, Any]]]:
-        """Yield file, retriever, label, results' folder and settings of each benchmark.
-
-        The settings are all on which the results depend.
-        """
+    def benchmarks(self, options: argparse.Namespace) -> Iterator[PlannedBenchmark]:
+        """Yield what the model is asked: each file, once for each retriever."""
         for path in options.benchmarks:
             settings = {
                 "model": str(self.folder or options.model),
@@ -377,7 +387,8 @@ class EvaluationTarget:
             for retriever in options.retrievers:
                 label = benchmark_label(path.stem, retriever)
                 control = {} if retriever == OWN else {"retriever": retriever}
-                yield path, retriever, label, options.out / self.name / label, {**settings, **control}
+                folder = options.out / self.name / label
+                yield PlannedBenchmark(path, retriever, label, folder, {**settings, **control})
 
 
 def evaluation_targets(options: argparse.Namespace) -> Iterator[EvaluationTarget]:
@@ -399,8 +410,8 @@ def evaluation_targets(options: argparse.Namespace) -> Iterator[EvaluationTarget
             configs[origin] = settings_of(folder, options)
             check_retrievers(configs[origin], options)
         target = EvaluationTarget(folder, relative_results_path(folder, options.model), configs[origin])
-        for _, _, _, results_folder, settings in target.benchmarks(options):
-            check_results(results_folder, settings, options.resume)
+        for planned in target.benchmarks(options):
+            check_results(planned.folder, planned.settings, options.resume)
         if is_new:
             check_rows(target, options)
             check_servers(target.config, options)
@@ -414,33 +425,6 @@ def check_writable(folder: Path) -> None:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"--out: found {folder}, which can't be written to; expected another folder")
-
-
-def check_results(folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
-    """Check that the results in a folder can begin or go on.
-
-    Args:
-        folder: The folder of the results.
-        settings: Everything that a result depends on.
-        resume: Whether the command may go on with existing results.
-
-    Raises:
-        ValueError: If there are results already and `resume` is False, or they have other settings.
-    """
-    if not (folder / RESULTS_FILE).exists():
-        return
-    if not resume:
-        raise ValueError(
-            f"Found results at {folder}; expected none. Give --resume to go on with them, or another --out."
-        )
-    (saved,) = read_lines(folder / SETTINGS_FILE) or [{}]
-    current = json.loads(to_json(settings))  # in the form in which a file has them
-    changed = [name for name in (saved | current) if saved.get(name) != current.get(name)]
-    if changed:
-        changes = ", ".join(f"{name}={saved.get(name)!r}, now {current.get(name)!r}" for name in changed)
-        raise ValueError(
-            f"{folder} was begun with other settings: {changes}. Use those, or give another --out."
-        )
 
 
 def check_rows(target: EvaluationTarget, options: argparse.Namespace) -> None:
@@ -466,7 +450,7 @@ def check_rows(target: EvaluationTarget, options: argparse.Namespace) -> None:
     verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / target.name))
     try:
         for path in options.benchmarks:
-            if path.stat().st_size > SMALL_BYTES and options.n is None:
+            if path.stat().st_size > SMALL_BYTES:
                 continue
             dataset = RLHFDataset(str(path), None, row_settings(config))
             if options.n is not None and options.n > len(dataset):
@@ -547,9 +531,10 @@ def evaluate(
             row_tokenizer = agent.tokenizer if hasattr(agent.tokenizer, "vocab_size") else None
             RowCheck.of(config, [datasets[path]], row_tokenizer, None, verifiers).check()
         benchmarks: list[Benchmark] = []
-        for path, retriever, label, results_folder, settings in target.benchmarks(options):
-            rows = with_retriever(datasets[path], retriever, options.seed, config.max_turns)
-            benchmarks.append(Benchmark(label, rows, results_folder, settings, encode))
+        for planned in target.benchmarks(options):
+            dataset = datasets[planned.file]
+            rows = with_retriever(dataset, planned.retriever, options.seed, config.max_turns)
+            benchmarks.append(Benchmark(planned.label, rows, planned.folder, planned.settings, encode))
         summaries: dict[str, dict[str, Any]] = {}
         for benchmark in benchmarks:
             summary = benchmark.run(agent, reward_fn, evaluation_settings)

@@ -28,6 +28,7 @@ from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
 from verl.data.rl_dataset import RLHFDataset
 from verl.evaluation.api_engine import ApiEngine
+from verl.evaluation.results import RESULTS_FILE, SETTINGS_FILE
 from verl.evaluation.similarity import retrieval_effect, similarity
 from verl.protocol import object_array
 from verl.records.figures import UNKNOWN_REWARD_REASONS, rollout_seed, summarize
@@ -157,14 +158,14 @@ class Benchmark:
         self.dataset = dataset
         self.folder = folder
         self.settings = settings
-        self.results = folder / "results.jsonl"
+        self.results = folder / RESULTS_FILE
 
     def run(
         self, agent: EnvironmentAgent, reward_fn: RewardManager, evaluation_settings: EvaluationSettings
     ) -> dict[str, Any]:
         """Ask what has no result yet, write the three files, and return the summary."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.folder / "settings.json", to_json(self.settings) + "\n")
+        write_text_atomically(self.folder / SETTINGS_FILE, to_json(self.settings) + "\n")
         lines = read_lines(self.results)
         verified = [line for line in lines if line["reward"] is not None]
         self._add_spent([line for line in lines if line["reward"] is None])

@@ -16,6 +16,7 @@ import torch
 
 from verl.checkpoints.run_state import RunState
 from verl.data.rl_dataset import RLHFDataset
+from verl.data.row_check import SCORED_BY_ANSWERS
 from verl.protocol import DataProto
 from verl.records.console import EXACT_MATCH, REWARD
 from verl.records.figures import UNKNOWN_REWARD_REASONS
@@ -236,7 +237,7 @@ def measures_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     rows_of: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        is_named_by_source = row["env_class"] in (None, "search", "single_turn")
+        is_named_by_source = row["env_class"] in (None, *SCORED_BY_ANSWERS)
         rows_of[row["data_source"] if is_named_by_source else row["env_class"]].append(row)
     measures: dict[str, dict[str, Any]] = {}
     for name, members in sorted(rows_of.items()):
