@@ -70,7 +70,7 @@ start_server() {    # corpus, log -> RETRIEVER_URL
     if ! announced "starting a search server on $corpus" wait_for_server "$log" "$SERVER_PID"; then
         echo "error: the retrieval server did not start on $corpus. The end of its log ($log):" >&2
         tail -n 5 "$log" >&2
-        return 1
+        return 2
     fi
     export RETRIEVER_URL    # agents of one's own ask there, too
 }
@@ -138,7 +138,7 @@ check_rows() {    # names of files that DATA_DIR must hold
         if [ ! -f "$DATA_DIR/$file" ]; then
             echo "error: DATA_DIR=$DATA_DIR holds no $file. Make one with data_prep/squad.py (sft_train.parquet:" \
                 "like data_prep/sft_rows.py), or unset DATA_DIR to train on the microworld." >&2
-            return 1
+            return 2
         fi
     done
 }
@@ -147,7 +147,7 @@ start_search() {    # run folder -> RETRIEVER_URL of a server on DATA_DIR's corp
     if [ ! -f "$DATA_DIR/corpus.jsonl" ]; then
         echo "error: DATA_DIR=$DATA_DIR holds no corpus.jsonl to search. Put one there, or give a running server:" \
             "RETRIEVER_URL=http://host:port/retrieve" >&2
-        return 1
+        return 2
     fi
     start_server "$DATA_DIR/corpus.jsonl" "$1/retrieval_server.log"
 }

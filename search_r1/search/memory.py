@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from verl.utils.text import format_bytes
+
 CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -31,15 +33,6 @@ def available_bytes() -> int:
             table = read_table(Path(folder, "memory.stat"))
             sizes.append(max(0, remaining + table.get("total_inactive_file", table.get("inactive_file", 0))))
     return min(sizes)
-
-
-def format_bytes(size: float) -> str:
-    """Return a size for people: "3.2 GB" (10^9 bytes)."""
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

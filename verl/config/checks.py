@@ -7,6 +7,7 @@ Checks that ask the estimator or the loss are in `verl.planning.config_validatio
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl.utils.extras import check_packages, install_command
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 LOGGERS = ("console", "wandb", "tensorboard", "mlflow")
+_WRITING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # endings of classes of causal models
 VAL_MODES = ("greedy", "sampled")
 REMOTE_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # scheme of trainer.remote_dir -> module
 
@@ -128,10 +130,16 @@ def _check_files(key: str, files: str | list[str] | None) -> None:
             raise ValueError(f"Found no file at {key}={path}; expected a parquet or jsonl file.")
 
 
-def check_model(key: str, path: str | None) -> None:
+def check_model(key: str, path: str | None, *, writes: bool = True) -> None:
     """Check that a path is a folder with a config.json, or a name on the Hugging Face hub (`owner/name`).
 
-    Raises ValueError if it is neither.
+    Args:
+        key: the key of the model.
+        path: its value.
+        writes: whether the model has to write text from left to right, which a critic has not.
+
+    Raises:
+        ValueError: it is neither, or the folder's model is of another kind.
     """
     if path is None:
         raise ValueError(f"Found no {key}; expected a Hugging Face model folder. Set {key}=<folder>.")
@@ -145,6 +153,28 @@ def check_model(key: str, path: str | None) -> None:
         raise ValueError(
             f"Found no folder at {key}={path}; expected a Hugging Face model folder, or a model's name "
             "on the hub such as Qwen/Qwen2.5-3B."
+        )
+    if writes and folder.is_dir():
+        _check_writes(key, folder)
+
+
+def _check_writes(key: str, folder: Path) -> None:
+    """Raise ValueError if the model in a folder is no causal language model, by its config.json."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        names = [str(name) for name in fields.get("architectures") or []]
+        own_classes = fields.get("auto_map") or {}
+        is_encoder_decoder = bool(fields.get("is_encoder_decoder"))
+        is_decoder = bool(fields.get("is_decoder"))
+        model_type = fields.get("model_type")
+    except (OSError, ValueError, AttributeError, TypeError):  # loading says what is wrong
+        return
+    can_write = any(name.endswith(_WRITING) and (is_decoder or "Bert" not in name) for name in names)
+    if is_encoder_decoder or (names and not can_write and "AutoModelForCausalLM" not in own_classes):
+        raise ValueError(
+            f"Found {key}={folder}, a model of the type {model_type} ({', '.join(names)}), which does not "
+            "write text from left to right; expected a causal language model such as Qwen/Qwen2.5-3B or "
+            "google/gemma-3-270m."
         )
 
 

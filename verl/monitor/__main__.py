@@ -72,6 +72,12 @@ def figures(runs: list[Run]) -> Table:
     return table
 
 
+def print_whole(table: Table, console: Console) -> None:
+    """Print a table whose cells are not broken, even if its lines are longer than the terminal's."""
+    needed = Console(width=sys.maxsize).measure(table).maximum
+    Console(highlight=False, width=max(console.width, needed)).print(table)
+
+
 def report(run: Run, options: argparse.Namespace, console: Console) -> None:
     """Print the figures and failed rollouts of one run, and draw its pictures."""
     folder = run.folder / "monitor"
@@ -130,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
 
             open_run, newest = run_openers(options.project, options.entity)
         if options.list:
-            table = Table(Column("run", overflow="fold"), "state", "step", "reward", "EM", "last line")
+            table = Table("state", "step", "reward", "EM", "last line", Column("run", no_wrap=True))
             for run in newest(options.num_runs):
                 cells = (
                     run.state,
@@ -139,8 +145,8 @@ def main(argv: list[str] | None = None) -> int:
                     format_figure(run.last("EM")),
                 )
                 name = run.folder if options.project else run.folder.relative_to(options.root)
-                table.add_row(Text(printable(name)), *cells, f"{run.age / 3600:,.1f} h ago")
-            console.print(table)
+                table.add_row(*cells, f"{run.age / 3600:,.1f} h ago", Text(printable(name)))
+            print_whole(table, console)
             return 0
         if options.serve is not None:
             from verl.monitor.page import serve

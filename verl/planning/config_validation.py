@@ -49,7 +49,7 @@ def validate(config: Config, *, format_reward: bool = False) -> None:
             reason = f", but a step has {rows} trajectories; expected at most {rows // rollout.n}."
             raise config_error(config, keys, reason)
     if passes.needs_values:
-        check_model("critic.model.path", config.critic.model.path)
+        check_model("critic.model.path", config.critic.model.path, writes=False)
     if passes.needs_teacher:
         check_model(_TEACHER, config.actor_rollout_ref.teacher.path)
     check_megatron(config, passes)

@@ -35,6 +35,7 @@ from verl.preflight.target import (
     warning,
     write_problem,
 )
+from verl.utils.text import format_bytes
 
 HOME_BYTES = 1e9
 BASE_FILES = 256  # the open files of a run in one process
@@ -143,7 +144,7 @@ def find_small_shm(target: Target) -> Iterator[Finding]:
     if free < store_bytes:
         size = -(-int(store_bytes) // 10**9)
         yield warning(
-            f"/dev/shm has {free / 1e9:.1f} GB free, Ray's object store wants {store_bytes / 1e9:.1f} GB",
+            f"/dev/shm has {format_bytes(free)} free, Ray's object store wants {format_bytes(store_bytes)}",
             "Ray keeps its objects on disk instead, and every batch goes through files",
             f"docker run --shm-size={size}g ..., or mount -o remount,size={size}g /dev/shm",
         )
@@ -354,7 +355,7 @@ def find_busy_gpus(target: Target) -> Iterator[Finding]:
             continue
         if free < (1 - BUSY_SHARE) * total:
             yield warning(
-                f"GPU {index} has {(total - free) / 1e9:.1f} of {total / 1e9:.1f} GB in use already",
+                f"GPU {index} has {format_bytes(total - free)} of {format_bytes(total)} in use already",
                 "the run has less memory and less time on it than it counts on",
                 f"nvidia-smi -i {index} shows by whom",
             )

@@ -34,6 +34,7 @@ from verl.preflight.target import (
     local_folder,
     warning,
 )
+from verl.utils.text import format_bytes
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches
@@ -316,8 +317,8 @@ def find_little_memory(target: Target) -> Iterator[Finding]:
     needed = max(sum(phases.get(phase, 0) for phases in items) for phase in plan.phases)
     if needed > memory_of_machine():
         yield error(
-            f"this machine (or its control group) has {_gb(memory_of_machine())} of memory, weights, "
-            f"gradients and optimizer states need {_gb(needed)}",
+            f"this machine (or its control group) has {format_bytes(memory_of_machine())} of memory, "
+            f"weights, gradients and optimizer states need {format_bytes(needed)}",
             "the kernel would kill the processes, without a word in their log",
             "ask for more memory (sbatch --mem=...) or more nodes; trainer.dry_run=true shows the plan; "
             "trainer.doctor_skip=[memory] starts it all the same",
@@ -349,10 +350,11 @@ def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
     sizes = os.statvfs(existing_parent(target.run_folder))
     free = sizes.f_bavail * sizes.f_frsize
     if max(1, at_once - num_present) * size > free:
+        present = f", {num_present} are there" if num_present else ""
         yield error(
-            f"{target.run_folder} has {_gb(free)} free, {at_once} checkpoints of about {_gb(size)} need "
-            f"{_gb(at_once * size)} (trainer.max_ckpt_to_keep={trainer.max_ckpt_to_keep}, and one being "
-            f"written{f', {num_present} are there' if num_present else ''})",
+            f"{target.run_folder} has {format_bytes(free)} free, {at_once} checkpoints of about "
+            f"{format_bytes(size)} need {format_bytes(at_once * size)} "
+            f"(trainer.max_ckpt_to_keep={trainer.max_ckpt_to_keep}, and one being written{present})",
             "the run would end when the disk is full, hours from now",
             f"trainer.max_ckpt_to_keep={max(1, free // size - 1)}"
             if free >= 2 * size and at_once > 2
@@ -391,15 +393,11 @@ def find_unfit_index(target: Target) -> Iterator[Finding]:
     if num_bytes > free:
         make, where = (error, f"the {num_gpus} GPUs here") if num_gpus else (warning, "this machine")
         yield make(
-            f"{name} has {_gb(num_bytes)}, {where} {_gb(free)} of memory",
+            f"{name} has {format_bytes(num_bytes)}, {where} {format_bytes(free)} of memory",
             "the retrieval server would end with out of memory, or read from disk for each search",
             "serve it where there is more (retriever.url=http://<machine>:8000/retrieve), on the CPU (bash "
             "retrieval_launch.sh --device cpu), or build a smaller one",
         )
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {

@@ -84,3 +84,12 @@ def joined_parts(content: Any) -> Any:
             return content
         texts.append(part["text"])
     return "".join(texts)
+
+
+def format_bytes(size: float) -> str:
+    """Return a size for people: "3.2 GB" (10^9 bytes)."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

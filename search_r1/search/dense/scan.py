@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from search_r1.search.memory import format_bytes
+from verl.utils.text import format_bytes
 
 # How many rows are in float32 at once.
 CPU_CHUNK_ROWS = 2048
