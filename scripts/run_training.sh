@@ -25,7 +25,8 @@
 #   EXPERIMENT_NAME  name of the run and of its folder below verl_checkpoints/; default: after data, model, algorithm,
 #                  seed, and the overrides that decide what the run learns
 #
-# Folders in these variables are relative to where the script is called, paths in overrides to the repository.
+# All paths of the caller (in these variables, in overrides, in files of settings) are relative to where the script is
+# called. What the script makes itself is in the repository: data/, verl_checkpoints/.
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -169,7 +170,7 @@ rl_overrides() {    # the arguments -> the questions, one setting a line
     [ ! -f "$DATA_DIR/test_3hop.parquet" ] || { quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet" && echo; }
 }
 
-recipe_for() {    # tiny|model, sft|grpo|ppo -> the file of settings
+recipe_for() {    # tiny|model, sft|grpo|ppo -> the file of settings, in the repository
     case "$1-$2" in
         tiny-*) echo "configs/microworld_$2.yaml" ;;
         model-sft) echo configs/sft.yaml ;;
@@ -209,24 +210,30 @@ run_training() {
         return 2
     fi
 
-    local model=data_prep/base_model configuration=ppo_trainer model_key=actor_rollout_ref.model.path
+    # What lies in the repository begins with this.
+    local home=''
+    if [ "$PWD" != "$REPO_ROOT" ]; then
+        home="$REPO_ROOT/"
+        # Modules of the caller's folder can be imported, and hide none of the repository's.
+        export PYTHONSAFEPATH=1 PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD"
+    fi
+    local model="${home}data_prep/base_model" configuration=ppo_trainer model_key=actor_rollout_ref.model.path
     if [ "$kind" = sft ]; then
         if [ "${program[0]}" = verl.rl ]; then
             echo "error: found --rl with supervised training; expected train_grpo.sh or train_ppo.sh" >&2
             return 2
         fi
         configuration=sft_trainer model_key=model.partial_pretrain
-        model=data_prep/base_model_plain program=(verl.trainer.fsdp_sft_trainer) needs_server=false extras=train
+        model="${home}data_prep/base_model_plain" program=(verl.trainer.fsdp_sft_trainer) needs_server=false extras=train
     fi
     if $doctor; then
         program=(verl.preflight)
         [ "$kind" != sft ] || program+=(--config-name sft_trainer)
     fi
     set -- ${passed[@]+"${passed[@]}"}    # without --doctor and --config, wherever they stood
-    [ ! -f "$config" ] || config="$(absolute "$(dirname "$config")")/$(basename "$config")"
+    [ -f "$config" ] || [ ! -f "$REPO_ROOT/$config" ] || config="$home$config"    # a recipe of the repository
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
-    cd "$REPO_ROOT" || return
     setup_environment "$extras$(more_extras "$@")"
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
@@ -234,23 +241,23 @@ run_training() {
     case "$(basename "$config")" in
         mixture.yaml | hops.yaml) world="$(basename "$config" .yaml)" ;;
     esac
-    [ -n "${DATA_DIR:-}" ] || { makes_world=true && DATA_DIR="data/$world/seed$seed"; }
+    [ -n "${DATA_DIR:-}" ] || { makes_world=true && DATA_DIR="${home}data/$world/seed$seed"; }
 
     local data name size=model
     data="$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")"
     if [ -z "${BASE_MODEL:-}" ] && ! $dry_run && ! $doctor; then
         case "$world" in
-            mixture) start="verl_checkpoints/$data-start/huggingface" ;;
-            hops) start="verl_checkpoints/microworld-seed$seed-base_model-$kind-seed$seed" ;;
+            mixture) start="${home}verl_checkpoints/$data-start/huggingface" ;;
+            hops) start="${home}verl_checkpoints/microworld-seed$seed-base_model-$kind-seed$seed" ;;
         esac
     fi
     name="$(model_label "${start:-$model}")"
     name="${EXPERIMENT_NAME:-$data-${name#"$data"-}-$kind-seed$seed$(overrides_label "$@")}"
-    local run_dir="verl_checkpoints/$name"
+    local run_dir="${home}verl_checkpoints/$name"
     if [ -z "${BASE_MODEL:-}" ] || is_tiny "$model"; then
         size=tiny
     fi
-    config="${config:-$(recipe_for "$size" "$kind")}"
+    config="${config:-$home$(recipe_for "$size" "$kind")}"
     echo "settings: $config"
 
     local overrides=(
@@ -271,11 +278,11 @@ run_training() {
         ! $makes_world || make_world "$seed" "$kind" "$world"
         if [ -n "$start" ]; then
             if [ "$world" = mixture ]; then
-                first_run "$start/config.json" env SEED="$seed" DATA_DIR="$DATA_DIR" BASE_MODEL=data_prep/base_model \
-                    EXPERIMENT_NAME="$(model_label "$start")" bash train_sft.sh --config "${config%.yaml}_sft.yaml"
+                first_run "$start/config.json" env SEED="$seed" DATA_DIR="$DATA_DIR" BASE_MODEL="${home}data_prep/base_model" \
+                    EXPERIMENT_NAME="$(model_label "$start")" bash "${home}train_sft.sh" --config "${config%.yaml}_sft.yaml"
             else
                 first_run "$start/summary.json" env -u DATA_DIR SEED="$seed" EXPERIMENT_NAME="${start##*/}" \
-                    bash "train_$kind.sh"
+                    bash "${home}train_$kind.sh"
                 start="$start/global_step_$(cat "$start/latest_checkpointed_iteration.txt")/actor/huggingface"
             fi
             overrides+=("$(quoted "$model_key" "$start")")

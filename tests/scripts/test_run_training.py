@@ -58,6 +58,7 @@ if program.endswith(("main_ppo", "verl.rl")):
         time.sleep(300 if "deaf" in os.environ["STUB"] else 0.3)  # the rest of a step
         sys.exit(3)
     signal.signal(signal.SIGUSR1, stop)
+    (notes / "folder").write_text(os.getcwd())
     (notes / "running").touch()
     time.sleep(300 if "wait" in os.environ.get("STUB", "") else 0)
     [setting] = [each for each in sys.argv if each.startswith("trainer.default_local_dir=")]
@@ -80,6 +81,9 @@ def repository(tmp_path) -> Path:
         shutil.copytree(ROOT / name, repository / name)
     for name in ("train_sft.sh", "train_grpo.sh", "train_ppo.sh"):
         shutil.copy(ROOT / name, repository)
+    for name in ("base_model", "base_model_plain"):
+        (repository / "data_prep" / name).mkdir(parents=True)
+        (repository / "data_prep" / name / "config.json").write_text("{}")
     (repository / "bin" / "stand_in.py").write_text(STAND_IN)
     python = repository / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$(dirname "$0")/stand_in.py" "$@"\n')
@@ -133,6 +137,15 @@ def settings(repository: Path):
         return load_config(found[1])
 
 
+def called(repository: Path):
+    """The folder in which the run was started, and its settings as they are read there."""
+    found = note(repository, "main_ppo")
+    assert found is not None
+    cwd = (repository / "notes" / "folder").read_text()
+    with contextlib.chdir(cwd):
+        return cwd, load_config(found[1])
+
+
 def sft_settings(repository: Path):
     with contextlib.chdir(repository):
         return load_sft_config(note(repository, "fsdp_sft_trainer")[1])
@@ -176,6 +189,27 @@ def test_folders_may_have_any_name_and_are_relative_to_the_caller(repository, tm
     assert config.data.val_files == f"{data}/test.parquet"
     assert config.actor_rollout_ref.model.path == config.critic.model.path == str(model)
     assert config.data.max_start_length == 2048  # another model than ours: Search-R1's settings
+
+
+def test_paths_of_the_caller_are_relative_to_the_caller_and_ours_to_the_repository(repository, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "more.yaml").write_text("custom_reward_function: {path: reward.py}\n")
+    (tmp_path / "reward.py").touch()
+    flags = ["data.train_files=mine/rows.parquet", "@more.yaml"]
+    assert run(repository, *flags, cwd=tmp_path / "mine" / "..") == (0, "")
+    cwd, config = called(repository)
+    assert Path(cwd) == tmp_path
+    assert config.data.train_files == "mine/rows.parquet"
+    assert config.custom_reward_function.path == "reward.py"
+    ours = f"{repository}/verl_checkpoints/microworld-seed0-base_model-grpo-seed0"
+    assert config.trainer.default_local_dir == f"{ours}-train_files-rows.parquet"
+    assert config.data.val_files == f"{repository}/data/microworld/seed0/test.parquet"
+    assert config.actor_rollout_ref.model.path == f"{repository}/data_prep/base_model"
+
+
+def test_a_recipe_of_the_repository_is_found_from_elsewhere(repository, tmp_path):
+    assert run(repository, "--config", "configs/search_r1_grpo.yaml", cwd=tmp_path) == (0, "")
+    assert called(repository)[1].data.max_start_length == 2048
 
 
 def test_supervised_training_makes_demonstrations_and_starts_no_server(repository):
@@ -327,7 +361,8 @@ def test_the_mixture_is_made_and_gets_a_supervised_start_once(repository, tmp_pa
             continue
         sft = sft_settings(repository)
         assert sft.data.train_files.endswith("data/mixture/seed4/sft_train.parquet")
-        assert (sft.model.partial_pretrain, sft.optim.name) == ("data_prep/base_model", "muon")
+        assert sft.model.partial_pretrain == f"{repository}/data_prep/base_model"
+        assert sft.optim.name == "muon"
         for name in ("fsdp_sft_trainer", "mixture"):
             (repository / "notes" / name).unlink()
 
@@ -352,7 +387,7 @@ def test_three_hops_go_on_from_the_run_on_one_and_two_which_is_made_once(reposit
 def test_a_config_file_takes_the_place_of_the_settings_and_is_relative_to_the_caller(repository, tmp_path):
     (tmp_path / "mine.yaml").write_text("max_turns: 9\n")
     assert run(repository, "--config", "mine.yaml", cwd=tmp_path) == (0, "")
-    config = settings(repository)
+    _, config = called(repository)
     assert (config.max_turns, config.data.max_start_length) == (9, 256)
     status, errors = run(repository, "--config", "other.yaml")
     assert status == 2 and "Found no file at @other.yaml" in errors
