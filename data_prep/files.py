@@ -107,6 +107,12 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}, [{number}]", record) for number, record in enumerate(records))
 
 
+def rows_file(folder: Path, name: str) -> Path | None:
+    """Return the file of rows of a name in a folder, NAME.parquet or NAME.jsonl; None if there is neither."""
+    paths = [folder / f"{name}.parquet", folder / f"{name}.jsonl"]
+    return next((path for path in paths if path.is_file()), None)
+
+
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

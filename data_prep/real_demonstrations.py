@@ -7,6 +7,9 @@
                                -> sft_train.parquet, sft_val.parquet
     test.parquet, with two examples from train.parquet before each prompt -> test_fewshot.parquet
 
+Rows may also be .jsonl files (`data_prep.own_questions`). Validation rows may be missing, and so may the
+worked examples (`--num-examples 0`).
+
 A demonstration shows the form and leaves the rest to reinforcement learning. A share `--good-queries` of the
 first queries are the whole question or its content words; the others find less. If the gold passage is not
 among the `--topk`, a query of another kind follows, a good one first, up to `--max-searches` in all. A
@@ -158,21 +161,25 @@ def write_rows(options: argparse.Namespace) -> dict[str, int]:
     data = options.data
     options.out = out = options.out or data  # the command prints where the files are
     for name in ("topk", "variants", "max_searches", "num_examples", "max_obs_length"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+        least = 0 if name == "num_examples" else 1
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
     if not 0 <= options.good_queries <= 1:
         raise ValueError(f"--good-queries {options.good_queries}: give a number from 0 to 1")
-    if not (data / "val.parquet").is_file():
-        raise ValueError(f"there is no {data / 'val.parquet'}: data_prep.squad --num-val 64 makes it")
 
     def check(columns: Iterable[str], where: str) -> None:
         needed = ("question", "golden_answers", "prompt", "extra_info")
         require_columns(columns, needed, where, "data_prep.squad makes such rows.")
 
-    rows = {
-        name: [row for _, row in read_rows(str(data / f"{name}.parquet"), check)]
-        for name in ("train", "val", "test")
-    }
+    rows: dict[str, list[dict[str, Any]]] = {"val": []}
+    for name in ("train", "val", "test"):
+        path = files.rows_file(data, name)
+        if path is not None:
+            rows[name] = [row for _, row in read_rows(str(path), check)]
+        elif name != "val":
+            raise ValueError(
+                f"{data} holds no {name}.parquet and no {name}.jsonl: search-r1 squad makes them"
+            )
     for row in rows["train"] + rows["val"]:
         files.get_field(row["extra_info"], "gold_ids", list, f"{data}, {row.get('id')}, extra_info")
     codec = None
@@ -193,7 +200,15 @@ def write_rows(options: argparse.Namespace) -> dict[str, int]:
                     demonstration = {"question": row["question"], "answer": row["golden_answers"][0]}
                     demonstration["segments"] = as_segments(row, turns, passages)
                     sft_rows.append(demonstration | {"searches": len(turns)})
+        if not rows[name]:
+            continue
+        if not sft_rows:
+            raise ValueError(
+                f"{data}: no search finds the answer to a question of {name}; are the documents right?"
+            )
         written[f"sft_{name}.parquet"] = files.write_parquet(out / f"sft_{name}.parquet", sft_rows)
+    if options.num_examples == 0:
+        return written
     examples = worked_examples(rows["train"], passages, options.num_examples)
     for row in rows["test"]:
         row["prompt"][0]["content"] = examples + row["prompt"][0]["content"]
@@ -204,7 +219,7 @@ def write_rows(options: argparse.Namespace) -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Demonstrations of searching on real passages.")
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder of corpus.jsonl and train, val and test.parquet")
+    add("--data", type=Path, required=True, help="folder of corpus.jsonl and rows: train, test, perhaps val")
     add("--out", type=Path, help="folder to write to (the same)")
     add("--topk", type=int, default=2, help="passages in an observation, as retriever.topk of the runs (2)")
     add("--tokenizer", type=Path, help="model folder, to cut long observations as its runs do")
@@ -212,7 +227,12 @@ def main() -> int:
     add("--variants", type=int, default=2, help="demonstrations of each training question (2)")
     add("--max-searches", type=int, default=3, help="most searches of one, as max_turns of the runs (3)")
     add("--good-queries", type=float, default=0.65, help="share of good first queries (0.65)")
-    add("--num-examples", type=int, default=2, help="worked examples in test_fewshot.parquet (2)")
+    add(
+        "--num-examples",
+        type=int,
+        default=2,
+        help="worked examples in test_fewshot.parquet (2); 0: no such file",
+    )
     add("--seed", type=int, default=0, help="of the queries (0)")
     return files.run_command(parser, write_rows)
 

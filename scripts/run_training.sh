@@ -16,9 +16,9 @@
 #                  (sft: data_prep/base_model_plain). Models with weights below 64 MB get the settings in
 #                  configs/microworld_*.yaml, others those in configs/search_r1_*.yaml and configs/sft.yaml.
 #   DATA_DIR       a folder with train.parquet and test.parquet (and corpus.jsonl, which is then served), for sft
-#                  with sft_train.parquet (and sft_val.parquet, if there is one);
-#                  default: the microworld of the seed, made on the spot. A file settings.yaml in it has keys that
-#                  say what is read instead of train.parquet and test.parquet.
+#                  with sft_train.parquet (and sft_val.parquet, if there is one). Each may be .jsonl in place of .parquet.
+#                  Default: the microworld of the seed, made on the spot. A file settings.yaml in it has keys that
+#                  say what is read instead of these rows.
 #   SEED           seed of the world and of the run; default 0
 #   RETRIEVER_URL  a retrieval server that already runs (or several: a,b); default: one is started on DATA_DIR's
 #                  corpus and stopped at the end. `retriever.url=...` on the command line does the same.
@@ -133,12 +133,27 @@ first_run() {    # a file that is there when it has ended, command -> that run, 
     TRAINER_PID=
 }
 
-check_rows() {    # names of files that DATA_DIR must hold
-    local file
-    for file in "$@"; do
-        if [ ! -f "$DATA_DIR/$file" ]; then
-            echo "error: DATA_DIR=$DATA_DIR holds no $file. Make one with data_prep/squad.py (sft_train.parquet:" \
-                "like data_prep/sft_rows.py), or unset DATA_DIR to train on the microworld." >&2
+rows_file() {    # train -> the file of these rows in DATA_DIR, train.parquet or train.jsonl; fails if there is none
+    if [ -f "$DATA_DIR/$1.parquet" ]; then
+        echo "$DATA_DIR/$1.parquet"
+    elif [ -f "$DATA_DIR/$1.jsonl" ]; then
+        echo "$DATA_DIR/$1.jsonl"
+    else
+        return 1
+    fi
+}
+
+check_rows() {    # names of rows that DATA_DIR must hold, such as train
+    local rows
+    for rows in "$@"; do
+        if [ -f "$DATA_DIR/$rows.parquet" ] && [ -f "$DATA_DIR/$rows.jsonl" ]; then
+            echo "error: DATA_DIR=$DATA_DIR holds $rows.parquet and $rows.jsonl. Remove the one that is not meant." >&2
+            return 2
+        fi
+        if ! rows_file "$rows" >/dev/null; then
+            echo "error: DATA_DIR=$DATA_DIR holds no $rows.parquet and no $rows.jsonl. \`search-r1 rows" \
+                "questions.jsonl\` makes such rows of your own questions (docs/your_own_questions.md); or unset" \
+                "DATA_DIR to train on the microworld." >&2
             return 2
         fi
     done
@@ -154,17 +169,18 @@ start_search() {    # run folder -> RETRIEVER_URL of a server on DATA_DIR's corp
 }
 
 sft_overrides() {    # the arguments -> the rows, one setting a line
-    quoted data.train_files "$DATA_DIR/sft_train.parquet" && echo
-    if [ -f "$DATA_DIR/sft_val.parquet" ] && [[ " $*" != *" data.val_files="* ]]; then
-        quoted data.val_files "$DATA_DIR/sft_val.parquet" && echo
+    local val_rows
+    quoted data.train_files "$(rows_file sft_train || echo "$DATA_DIR/sft_train.parquet")" && echo
+    if val_rows="$(rows_file sft_val)" && [[ " $*" != *" data.val_files="* ]]; then
+        quoted data.val_files "$val_rows" && echo
         echo trainer.test_freq=100
     fi
 }
 
 rl_overrides() {    # the arguments -> the questions, one setting a line
     [ ! -f "$DATA_DIR/settings.yaml" ] || { echo "@$DATA_DIR/settings.yaml" && return; }
-    quoted data.train_files "$DATA_DIR/train.parquet" && echo
-    quoted data.val_files "$DATA_DIR/test.parquet" && echo
+    quoted data.train_files "$(rows_file train || echo "$DATA_DIR/train.parquet")" && echo
+    quoted data.val_files "$(rows_file test || echo "$DATA_DIR/test.parquet")" && echo
     # rows of one's own are of another task
     [[ " $*" != *" data.train_files="* && " $*" != *" data.val_files="* ]] || return 0
     [ ! -f "$DATA_DIR/test_3hop.parquet" ] || { quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet" && echo; }
@@ -287,7 +303,8 @@ run_training() {
             fi
             overrides+=("$(quoted "$model_key" "$start")")
         fi
-        if [ "$kind" = sft ]; then check_rows sft_train.parquet; else check_rows train.parquet test.parquet; fi
+        if [ "$kind" = sft ]; then check_rows sft_train; else check_rows train test; fi
+        RUN_DIR="$run_dir"
         mkdir -p "$run_dir"
     fi
     while IFS= read -r argument; do

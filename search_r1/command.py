@@ -22,6 +22,8 @@ COMMANDS = {
     "serve": ("search_r1.search.server", "a retrieval server"),
     "index": ("search_r1.search.index_builder", "an index for the server"),
     "microworld": ("data_prep.microworld", "the microworld's rows and corpus"),
+    "rows": ("data_prep.own_questions", "rows and a corpus from questions and documents of your own"),
+    "demonstrations": ("data_prep.real_demonstrations", "a supervised start for them: searches by a program"),
     "squad": ("data_prep.squad", "rows and a corpus from SQuAD files and passages"),
     "qa": ("data_prep.qa_search", "Search-R1's question sets"),
     "wiki18": ("data_prep.wiki18", "Search-R1's Wikipedia and its indexes"),

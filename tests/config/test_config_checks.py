@@ -39,7 +39,6 @@ def test_a_good_configuration_passes(good):
         ("trainer.backend=folder", "expected one of: auto, local, ray. .*python -m verl.rl @ run.yaml"),
         ("trainer.val_modes=[]", "expected one or both"),
         ("data.max_start_length=512", "expected the first to be smaller"),
-        ("data.train_batch_size=16", "ppo_mini_batch_size=256 .* expected at most 128"),
         ("algorithm.kl_ctrl.type=adaptive", "expected both"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "two numbers"),
         ("data.train_files=/nowhere/train.parquet", "Found no file at data.train_files"),

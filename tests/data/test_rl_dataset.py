@@ -76,14 +76,14 @@ def test_search_r1s_arguments_are_taken(tmp_path):
     assert bytes(row["raw_prompt_ids"]) == b"ere?"
 
 
-def test_a_subset_is_search_r1s_subset(tmp_path):
+def test_a_subset_is_search_r1s_subset_and_all_rows_if_there_are_fewer(tmp_path, capsys):
     questions = [f"q{i}" for i in range(50)]
     file = write(tmp_path / "a.parquet", questions)
     dataset = RLHFDataset(file, ByteTokenizer(), CONFIG, num_rows=7)
     expected = pd.read_parquet(file).sample(7, random_state=42)["prompt"].map(lambda p: p[0]["content"])
     assert [bytes(dataset[i]["raw_prompt_ids"]).decode() for i in range(7)] == expected.tolist()
-    with pytest.raises(ValueError, match="Found 50 rows .* at least the 51"):
-        RLHFDataset(file, ByteTokenizer(), CONFIG, num_rows=51)
+    RLHFDataset(file, ByteTokenizer(), CONFIG, num_rows=51)
+    assert "51 rows of" in (said := capsys.readouterr().out) and "all 50 are taken" in said
 
 
 def test_missing_files_columns_and_rows_are_named(tmp_path):

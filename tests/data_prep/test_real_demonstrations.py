@@ -136,7 +136,7 @@ def test_mistakes_are_named(folder, tmp_path):
         make(folder, tmp_path, topk=0)
     with pytest.raises(ValueError, match="--good-queries 1.5: give a number from 0 to 1"):
         make(folder, tmp_path, good_queries=1.5)
-    with pytest.raises(ValueError, match=r"no .*val.parquet: data_prep.squad --num-val 64 makes it"):
+    with pytest.raises(ValueError, match=r"holds no train.parquet and no train.jsonl: search-r1 squad makes"):
         make(tmp_path, tmp_path)
     with pytest.raises(ValueError, match="--num-examples 99: only"):
         make(folder, tmp_path, num_examples=99)

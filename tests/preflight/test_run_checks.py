@@ -104,6 +104,30 @@ def test_an_environment_that_is_not_there_is_named_from_the_settings_and_from_th
         assert f"Did you mean {name!r}?" in finding.what
 
 
+def rows_with(tmp_path: Path, question: str, suffix: str) -> list[str]:
+    rows = [
+        {
+            "data_source": "own",
+            "prompt": [{"role": "user", "content": f"Look it up.\nQuestion: {question}\n"}],
+        }
+    ]
+    path = tmp_path / f"rows.{suffix}"
+    frame = pd.DataFrame(rows)
+    frame.to_parquet(path) if suffix == "parquet" else frame.to_json(path, orient="records", lines=True)
+    return [f"data.train_files={path}", f"data.val_files={path}"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_questions_in_words_that_the_shipped_model_does_not_know_are_warned_of(tmp_path, suffix):
+    files = rows_with(tmp_path, "Who wound the clock of the lighthouse in Edinburgh?", suffix)
+    (finding,) = find("words", target_of(*files))
+    assert finding.level == "warning" and "knows the names of the microworld alone" in finding.why
+    assert "BASE_MODEL=" in finding.do
+    assert find("words", target_of(*files, "do_search=false")) == []
+    known = rows_with(tmp_path, "What is the birthplace of the director of Sleeping Hotel?", suffix)
+    assert find("words", target_of(*known)) == []
+
+
 def test_models_that_are_not_whole(tmp_path):
     def what(path: Path) -> str:
         (finding,) = find("model", target_of(f"actor_rollout_ref.model.path={path}"))

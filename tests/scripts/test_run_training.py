@@ -212,6 +212,25 @@ def test_a_recipe_of_the_repository_is_found_from_elsewhere(repository, tmp_path
     assert called(repository)[1].data.max_start_length == 2048
 
 
+def test_rows_may_be_jsonl(repository, tmp_path):
+    for name in ("train", "test", "sft_train", "sft_val"):
+        (tmp_path / f"{name}.jsonl").touch()
+    (tmp_path / "corpus.jsonl").touch()
+    assert run(repository, DATA_DIR=str(tmp_path)) == (0, "")
+    data = settings(repository).data
+    assert (data.train_files, data.val_files) == (f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl")
+    assert run(repository, DATA_DIR=str(tmp_path), script="train_sft.sh") == (0, "")
+    data = sft_settings(repository).data
+    assert (data.train_files, data.val_files) == (f"{tmp_path}/sft_train.jsonl", f"{tmp_path}/sft_val.jsonl")
+    (tmp_path / "train.parquet").touch()
+    status, errors = run(repository, DATA_DIR=str(tmp_path))
+    assert status == 2 and "holds train.parquet and train.jsonl. Remove the one" in errors
+    for path in tmp_path.glob("train.*"):
+        path.unlink()
+    status, errors = run(repository, DATA_DIR=str(tmp_path))
+    assert "holds no train.parquet and no train.jsonl" in errors and "search-r1 rows" in errors
+
+
 def test_supervised_training_makes_demonstrations_and_starts_no_server(repository):
     assert run(repository, "trainer.save_freq=7", SEED="4", script="train_sft.sh") == (0, "")
     config = sft_settings(repository)

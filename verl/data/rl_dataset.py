@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,15 @@ class RLHFDataset:
             one, otherwise the contents of all messages.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
             max_start_length; and env_class, the environment of rows that name none.
-        num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
+        num_rows: use this many rows, drawn without replacement with a fixed seed; None: all. If there are
+            fewer, all are used, with a note.
         adapt: function that is applied to each row before anything is read from it (`mixture` has such
             functions).
         verl_arguments: those settings one by one, as Search-R1's verl takes them; others have no effect.
 
     Raises:
-        ValueError: a file or a column is missing, there is no row, num_rows is too large, or a prompt is
-            longer than data.max_prompt_length with data.truncation=error (skip leaves such rows out).
+        ValueError: a file or a column is missing, there is no row, or a prompt is longer than
+            data.max_prompt_length with data.truncation=error (skip leaves such rows out).
     """
 
     def __init__(
@@ -92,11 +94,12 @@ class RLHFDataset:
                 self.rows.append(row)
                 self.places.append((file, row_number))
         origin = ", ".join(file for file in files if isinstance(file, str)) or "the rows given"
-        if num_rows is not None and num_rows > len(self):
-            raise ValueError(
-                f"Found {len(self)} rows in {origin}; expected at least the {num_rows} that "
-                "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
-            )
+        if num_rows is not None and num_rows > len(self) > 0:
+            if tokenizer is not None:  # else the rows are only looked at
+                print(
+                    f"note: {num_rows} rows of {origin} are asked for; all {len(self)} are taken", flush=True
+                )
+            num_rows = None
         self.limit_rows(num_rows)
         if not self.rows:
             raise ValueError(f"Found no rows in {origin}; expected at least one.")
@@ -521,6 +524,21 @@ def read_rows(
         yield from enumerate(table_rows(pq.read_table(path, columns=selected)))
     except (pa.ArrowException, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"Found {path}, which can't be read ({error}); expected a parquet file.") from error
+
+
+def first_rows(file: str, count: int) -> list[Row]:
+    """Return at most `count` rows from the beginning of a parquet or jsonl file, of which no more is read.
+
+    Raises ValueError if they can't be read.
+    """
+    if file.endswith(".jsonl"):
+        return [row for _, row in islice(read_rows(file, lambda columns, where: None), count)]
+    try:
+        with pq.ParquetFile(Path(file).expanduser()) as table:
+            batch = next(table.iter_batches(count), None)
+            return [] if batch is None else table_rows(batch)
+    except (OSError, pa.ArrowException, UnicodeDecodeError, KeyError) as error:
+        raise ValueError(f"Found {file}, which can't be read ({error}); expected a parquet file.") from error
 
 
 def table_rows(table: pa.Table | pa.RecordBatch) -> list[Row]:

@@ -41,13 +41,6 @@ def validate(config: Config, *, format_reward: bool = False) -> None:
     passes = Passes(config)
     _check_algorithm(config, passes)
     check_prompt_selection(config, passes.compares_group)
-    rollout = config.actor_rollout_ref.rollout
-    rows = config.data.train_batch_size * rollout.n * rollout.n_agent
-    for name in (ACTOR, "critic") if passes.needs_values else (ACTOR,):
-        if get_value(config, name).ppo_mini_batch_size * rollout.n > rows and not config.trainer.val_only:
-            keys = f"{name}.ppo_mini_batch_size {ROLLOUT}.n data.train_batch_size"
-            reason = f", but a step has {rows} trajectories; expected at most {rows // rollout.n}."
-            raise config_error(config, keys, reason)
     if passes.needs_values:
         check_model("critic.model.path", config.critic.model.path, writes=False)
     if passes.needs_teacher:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ import httpx
 import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from verl.checkpoints.run_state import CheckpointStore
 from verl.config import Config, SFTConfig, get_value
 from verl.config.checks import FORMAT_SCORES, check_sft_config
 from verl.config.keys import as_list
+from verl.data.controls import question_of
+from verl.data.rl_dataset import RLHFDataset, first_rows, row_settings
 from verl.data.row_environments import check_environments, searches
+from verl.environments.registry import SEARCH
 from verl.planning.config_validation import settings_without_effect, validate
 from verl.planning.hardware import Hardware, memory_of_machine
 from verl.planning.memory_plan import Plan, engines_of, rows_of_step, verdict
@@ -40,6 +46,11 @@ from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_WORD = re.compile(r"[^\W\d_]+")
+# Pretrained models have 3 to 5. The shipped tiny model has 1.9 for questions on Wikipedia, and 4.6 for those
+# on the microworld.
+_FEWEST_BYTES_PER_TOKEN = 2.5
+_QUESTIONS_READ = 64
 _END = "the run would end before its first step"
 
 
@@ -281,6 +292,48 @@ def find_broken_data(target: Target) -> Iterator[Finding]:
                 yield error(f"data.{key}={path}: {problem}", _END, f"data.{key}=<file>")
 
 
+def find_unknown_words(target: Target) -> Iterator[Finding]:
+    """Find a model whose tokenizer cuts the words of the questions into single letters and short pieces."""
+    config = target.config
+    if not isinstance(config, Config) or not searches(config):
+        return
+    model = config.actor_rollout_ref.model.path
+    folder = None if model is None else local_folder(model)
+    questions = list(_first_questions(config))
+    words = [word for question in questions for word in _WORD.findall(question)]
+    if folder is None or not (folder / "tokenizer.json").is_file() or not words:
+        return
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the library raises nothing else; the check of models says why
+        return
+    encodings = tokenizer.encode_batch([f" {word}" for word in words], add_special_tokens=False)
+    num_tokens = [max(1, len(encoding.ids)) for encoding in encodings]
+    bytes_per_token = sum(len(word.encode()) for word in words) / sum(num_tokens)
+    if bytes_per_token >= _FEWEST_BYTES_PER_TOKEN:
+        return
+    count, word = max(zip(num_tokens, words, strict=True))
+    yield warning(
+        f"the tokenizer of {model} does not know the words of the questions: a token has "
+        f"{bytes_per_token:.1f} letters of them ({word!r} is {count} tokens)",
+        "the model reads pieces that it has hardly seen, and its answers will be wrong; the shipped tiny "
+        "model knows the names of the microworld alone",
+        "BASE_MODEL=<a pretrained model>; `search-r1 gemma` makes one that a CPU can train "
+        "(docs/your_own_questions.md)",
+    )
+
+
+def _first_questions(config: Config) -> Iterator[str]:
+    """Yield the questions of the first rows of each file that are searched for."""
+    data = config.data
+    files = as_list(data.train_files) * (data.mixture is None) + as_list(data.val_files)
+    for file in (file for file in files if file is not None):
+        with suppress(ValueError, OSError):  # another check says which row can't be read
+            rows = first_rows(file, _QUESTIONS_READ)
+            dataset = RLHFDataset(rows, None, row_settings(config))
+            yield from (question_of(dataset, row) for row in rows if dataset.env_class_of(row) == SEARCH)
+
+
 def find_missing_key(target: Target) -> Iterator[Finding]:
     """Find wandb among the loggers without an API key."""
     loggers = [] if target.config is None else target.config.trainer.logger
@@ -410,6 +463,7 @@ RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "hub-reachable": find_unreachable_hub,
     "uv-hook": find_uv_hook,
     "data": find_broken_data,
+    "words": find_unknown_words,
     "wandb-key": find_missing_key,
     "memory": find_little_memory,
     "checkpoints": find_no_room_for_checkpoints,

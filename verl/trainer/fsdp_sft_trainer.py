@@ -37,6 +37,7 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
     """
     with gc_paused():
         from verl.data.sft_dataset import SFTDataset
+        from verl.planning.batch_sizes import fit_sft_batch_size
         from verl.trainer.sft_trainer import FSDPSFTTrainer
         from verl.utils import hf_tokenizer
 
@@ -61,6 +62,9 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
                 f"{name}: {len(dataset)} rows, {tokens} tokens, of which {trained} are trained{cut}",
                 flush=True,
             )
+    config, notes = fit_sft_batch_size(config, len(train))
+    for note in notes:
+        print(f"note: {note}", flush=True)
     return FSDPSFTTrainer(config, tokenizer, train, val, stop_request)
 
 

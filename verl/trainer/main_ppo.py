@@ -85,6 +85,7 @@ def build_trainer(
         from verl.data.mixture import Mixture, training_rows
         from verl.data.rl_dataset import RLHFDataset, row_settings
         from verl.data.row_check import RowCheck
+        from verl.planning.batch_sizes import fit_batch_sizes
         from verl.planning.passes import Passes
         from verl.planning.placement import Role, build_pools, roles_of, samples_apart
         from verl.trainer.ppo.held_out import HeldOutSets, read_sets
@@ -106,6 +107,9 @@ def build_trainer(
     extra = config.data.extra_val_files
     data = row_settings(config)
     train_dataset = training_rows(config, tokenizer)
+    config, notes = fit_batch_sizes(config, len(train_dataset))
+    for note in notes:
+        print(f"note: {note}", flush=True)
     val_dataset = RLHFDataset(config.data.val_files, tokenizer, data, config.data.val_data_num)
     evals = read_sets(config, tokenizer, data, val_dataset)
     verifiers = Verifiers(VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir)))
