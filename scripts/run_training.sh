@@ -96,14 +96,29 @@ model_label() {    # what a run of this model is called after: its folder, or th
     basename "$path"
 }
 
+file_label() {    # a file of settings -> what a run is called after it: agent for configs/agent.yaml
+    local name
+    name="$(basename -- "$1")"
+    name="${name%.yaml}" name="${name%.yml}"
+    echo "${name%.toml}"
+}
+
 overrides_label() {    # overrides -> "" or "-adv_estimator-rloo": those that decide what a run learns are in its name
-    local argument key label=
+    local argument key label='' is_file=false
     for argument in "$@"; do
+        if $is_file; then
+            label+="-$(file_label "$argument")" is_file=false
+            continue
+        fi
         argument="${argument#+}" argument="${argument#+}"
         key="${argument%%=*}"
         case "$key" in
-            algorithm.* | reward_model.* | custom_reward_function.* | do_search | max_turns | \
-                data.train_files | data.train_data_num | actor_rollout_ref.rollout.n_agent | \
+            @) is_file=true ;;
+            @*) label+="-$(file_label "${argument#@}")" ;;
+            recipe) label+="-${argument#*=}" ;;
+            algorithm.* | reward_model.* | custom_reward_function.* | prompt_selection.* | do_search | max_turns | \
+                data.train_files | data.train_data_num | data.mixture | environment.* | \
+                actor_rollout_ref.rollout.n_agent | actor_rollout_ref.rollout.placement | trainer.async_training.* | \
                 actor_rollout_ref.model.* | actor_rollout_ref.actor.policy_loss.* | \
                 actor_rollout_ref.actor.*kl_loss*)
                 [ "$argument" = "$key" ] || label+="-${key##*.}-$(basename -- "${argument#*=}")"
@@ -112,6 +127,13 @@ overrides_label() {    # overrides -> "" or "-adv_estimator-rloo": those that de
     done
     label="${label//[^A-Za-z0-9._-]/}"
     echo "${label:0:120}"
+}
+
+config_label() {    # file of --config, the recipe without it, label of the data -> "" or "-agent", a part of a run's name
+    local label
+    [ -n "$1" ] || return 0
+    label="$(file_label "$1")"
+    [[ "$1" == "$REPO_ROOT/$2" || "$3" == "$label"-* ]] || echo "-${label//[^A-Za-z0-9._-]/}"
 }
 
 make_world() {    # seed, sft|grpo|ppo, microworld|mixture|hops -> what that needs in DATA_DIR
@@ -267,13 +289,16 @@ run_training() {
             hops) start="${home}verl_checkpoints/microworld-seed$seed-base_model-$kind-seed$seed" ;;
         esac
     fi
-    name="$(model_label "${start:-$model}")"
-    name="${EXPERIMENT_NAME:-$data-${name#"$data"-}-$kind-seed$seed$(overrides_label "$@")}"
-    local run_dir="${home}verl_checkpoints/$name"
     if [ -z "${BASE_MODEL:-}" ] || is_tiny "$model"; then
         size=tiny
     fi
-    config="${config:-$home$(recipe_for "$size" "$kind")}"
+    local recipe
+    recipe="$(recipe_for "$size" "$kind")"
+    name="$(model_label "${start:-$model}")"
+    name="$data-${name#"$data"-}-$kind-seed$seed$(config_label "$config" "$recipe" "$data")$(overrides_label "$@")"
+    name="${EXPERIMENT_NAME:-$name}"
+    local run_dir="${home}verl_checkpoints/$name"
+    config="${config:-$home$recipe}"
     echo "settings: $config"
 
     local overrides=(

@@ -361,6 +361,25 @@ def test_a_run_is_called_after_the_overrides_that_decide_what_it_learns(
     assert name == f"'microworld-seed0-base_model-grpo-seed0{label}'"
 
 
+@pytest.mark.parametrize(
+    ("line", "label"),
+    [
+        (["--config", "configs/agent.yaml"], "-agent"),
+        (["--config=configs/agent.yaml", "max_turns=2"], "-agent-max_turns-2"),
+        (["--config", "configs/microworld_grpo.yaml"], ""),  # the settings that it has without
+        (["@configs/agent.yaml"], "-agent"),
+        (["@", "configs/agent.yaml"], "-agent"),
+        (["+recipe=agent"], "-agent"),
+    ],
+)
+def test_a_run_is_called_after_its_files_of_settings(repository, line, label):
+    """Else the run of --config configs/agent.yaml meets the quickstart's, which has other settings."""
+    assert run(repository, *line)[0] == 0
+    settings_given = [argument for argument in note(repository, "main_ppo")[1] if "=" in argument]
+    name = dict(argument.split("=", 1) for argument in settings_given)["trainer.experiment_name"]
+    assert name == f"'microworld-seed0-base_model-grpo-seed0{label}'"
+
+
 def settings_of_the_script(repository):
     settings = [argument for argument in note(repository, "main_ppo")[1] if not argument.startswith("@")]
     return dict(argument.split("=", 1) for argument in settings)

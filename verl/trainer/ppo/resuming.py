@@ -37,7 +37,7 @@ _MODEL = "actor_rollout_ref.model.path"
 _TRAIN_FILES = "data.train_files"
 _MIXTURE = "data.mixture"
 _WHOLE_FILE = 256 * 1024**2  # bytes; of a larger one the size, the first and the last MiB are compared
-_DECISIVE = (  # keys, and blocks of keys
+DECISIVE = (  # keys, and blocks of keys
     "algorithm",
     FILTER,
     RETIRE,
@@ -74,7 +74,7 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
     Returns:
         `values`: key -> what it is set to; `contents`: key -> digest of the files that it names.
     """
-    blocks = tuple(f"{name}." for name in _DECISIVE)
+    blocks = tuple(f"{name}." for name in DECISIVE)
     values = {key: value for key, value in flatten(config).items() if f"{key}.".startswith(blocks)}
     if config.data.mixture is None:
         files = as_list(config.data.train_files or [])
