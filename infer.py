@@ -386,6 +386,7 @@ def main() -> int:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
 
 

@@ -30,7 +30,9 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-stop_all() {    # what this script has started; the run first, which still searches
+RUN_DIR='' EMPTY_RUN_DIR=''    # the run's folder once it is made; the same if it is to go where nothing is in it
+
+stop_all() {    # what this script has started, the run first, which still searches; and the folder if nothing is in it
     local pid _
     trap '' INT TERM HUP USR1    # a second Ctrl-C must not leave the server behind
     for pid in ${TICKER_PID:-} ${TRAINER_PID:-} ${SERVER_PID:-}; do
@@ -42,6 +44,24 @@ stop_all() {    # what this script has started; the run first, which still searc
         kill -KILL "$pid" 2>/dev/null || true
         wait "$pid" 2>/dev/null || true
     done
+    if [ -n "$EMPTY_RUN_DIR" ]; then
+        [ -n "$(find "$EMPTY_RUN_DIR" -mindepth 1 ! -name run.lock ! -name retrieval_server.log 2>/dev/null)" ] ||
+            rm -f "$EMPTY_RUN_DIR"/{retrieval_server.log,run.lock}
+        rmdir "$EMPTY_RUN_DIR" 2>/dev/null || true
+    fi
+}
+
+end_early() {    # name of the signal -> the end of a script whose run has not begun, with a line and a status
+    EMPTY_RUN_DIR="$RUN_DIR"
+    case "$1" in
+        INT) echo "interrupted: no step of this run was begun" >&2 && exit 130 ;;
+        USR1) echo "stopped: asked to stop before the first step; the same command begins again" >&2 && exit 3 ;;
+    esac
+}
+
+end_at_once() {    # for a second Ctrl-C
+    echo "interrupted: the run is ended at once; the same command goes on from its last checkpoint" >&2
+    exit 130
 }
 
 wait_for_server() {    # log, its process -> RETRIEVER_URL, when the server is ready; fails when it has ended
@@ -133,7 +153,7 @@ config_label() {    # file of --config, the recipe without it, label of the data
     local label
     [ -n "$1" ] || return 0
     label="$(file_label "$1")"
-    [[ "$1" == "$REPO_ROOT/$2" || "$3" == "$label"-* ]] || echo "-${label//[^A-Za-z0-9._-]/}"
+    [[ "$1" -ef "$REPO_ROOT/$2" || "$3" == "$label"-* ]] || echo "-${label//[^A-Za-z0-9._-]/}"
 }
 
 make_world() {    # seed, sft|grpo|ppo, microworld|mixture|hops -> what that needs in DATA_DIR
@@ -269,6 +289,11 @@ run_training() {
         [ "$kind" != sft ] || program+=(--config-name sft_trainer)
     fi
     set -- ${passed[@]+"${passed[@]}"}    # without --doctor and --config, wherever they stood
+    trap stop_all EXIT
+    trap 'end_early INT' INT
+    trap 'end_early USR1' USR1
+    trap 'exit 143' TERM
+    trap 'exit 129' HUP
     [ -f "$config" ] || [ ! -f "$REPO_ROOT/$config" ] || config="$home$config"    # a recipe of the repository
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
@@ -310,11 +335,6 @@ run_training() {
     "$PYTHON" -m verl.config "$configuration" "${overrides[@]}" "$@" || return
     case " $* " in *" --help "* | *" -h "* | *" --print "* | *" --origins "*) return ;; esac
 
-    trap stop_all EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
-    trap 'exit 129' HUP
-    trap 'exit 138' USR1
     if ! $dry_run; then
         ! $makes_world || make_world "$seed" "$kind" "$world"
         if [ -n "$start" ]; then
@@ -344,19 +364,20 @@ run_training() {
     "$PYTHON" -m "${program[@]}" "${overrides[@]}" "$@" &
     TRAINER_PID=$!
     local status interrupted=true
-    # It ends its step, writes a checkpoint and stops; or has ended already. A second Ctrl-C ends it at once.
+    # It ends its step, writes a checkpoint and stops; or has ended already. Before its first step, a Ctrl-C (which is
+    # passed on as USR2) ends it at once, and so does a second one later.
     trap 'interrupted=true; kill -USR1 "$TRAINER_PID" 2>/dev/null || true' USR1
     $doctor ||
-        trap 'trap "exit 130" INT; interrupted=true; kill -USR1 "$TRAINER_PID" 2>/dev/null || true' INT
+        trap 'trap end_at_once INT; interrupted=true; kill -USR2 "$TRAINER_PID" 2>/dev/null || true' INT
     while $interrupted; do
         interrupted=false status=0
-        wait "$TRAINER_PID" || status=$?
+        wait "$TRAINER_PID" 2>/dev/null || status=$?    # the shell would name a signal that ended it
     done
     TRAINER_PID=    # it has ended: its number may be somebody else's by now
-    if [ "$status" = 2 ]; then    # refused: an attempt that failed leaves no folder
-        stop_all
-        [ "$(ls -A "$run_dir" 2>/dev/null)" != retrieval_server.log ] || rm "$run_dir/retrieval_server.log"
-        rmdir "$run_dir" 2>/dev/null || true
-    fi
+    case "$status" in
+        138) end_early USR1 ;;    # the signal came while it was loading, before it listened to signals
+        140) end_early INT ;;
+        2 | 130) EMPTY_RUN_DIR="$RUN_DIR" ;;    # an attempt that was refused or interrupted leaves no folder
+    esac
     return "$status"
 }

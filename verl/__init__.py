@@ -15,10 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 _excepthook = sys.excepthook
 
 
-def _name_the_environment(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Say which Python lacks a package that a program of this project needs, and end with status 2."""
+def _end_program(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End a program of this project with one line, for an interrupt or a package that Python lacks.
+
+    A Ctrl-C while modules are imported gives status 130. If a package is missing, the line says which Python
+    lacks it, and the status is 2.
+    """
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130)
     name = (getattr(error, "name", None) or "").split(".")[0]
     if not issubclass(kind, ModuleNotFoundError) or (ROOT / name).exists():
         return _excepthook(kind, error, trace)
@@ -41,7 +46,7 @@ def _name_the_environment(
 
 
 if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).resolve().is_relative_to(ROOT):
-    sys.excepthook = _name_the_environment
+    sys.excepthook = _end_program
 
 
 def __getattr__(name: str) -> Any:

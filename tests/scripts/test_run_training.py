@@ -28,6 +28,7 @@ if program == "verl.config":  # the real one
 if program:
     (notes / program.split(".")[-1]).write_text(json.dumps([os.getpid(), sys.argv[3:]]))
 if program.endswith("microworld"):
+    time.sleep(1 if "slow" in os.environ.get("STUB", "") else 0)
     folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
     folder.mkdir(parents=True)
     for name in ("corpus.jsonl", "train.parquet", "test.parquet", "test_3hop.parquet"):
@@ -57,7 +58,9 @@ if program.endswith(("main_ppo", "verl.rl")):
     def stop(number, frame):
         time.sleep(300 if "deaf" in os.environ["STUB"] else 0.3)  # the rest of a step
         sys.exit(3)
-    signal.signal(signal.SIGUSR1, stop)
+    if "loading" not in os.environ.get("STUB", ""):  # else it does not listen to signals yet
+        signal.signal(signal.SIGUSR1, stop)
+        signal.signal(signal.SIGUSR2, stop)
     (notes / "folder").write_text(os.getcwd())
     (notes / "running").touch()
     time.sleep(300 if "wait" in os.environ.get("STUB", "") else 0)
@@ -323,10 +326,35 @@ def test_a_second_ctrl_c_ends_the_run_and_the_server_at_once(repository):
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
+    assert "interrupted: the run is ended at once; the same command goes on" in errors
     for program in ("server", "main_ppo"):
         assert not psutil.pid_exists(note(repository, program)[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGINT, 130, "interrupted: no step of this run was begun\n"),
+        (signal.SIGUSR1, 3, "stopped: asked to stop before the first step; the same command begins again\n"),
+    ],
+)
+@pytest.mark.parametrize("program", ["main_ppo", "microworld"])
+def test_a_signal_while_it_loads_is_answered_with_a_line_and_no_folder_is_left(
+    repository, number, status, line, program
+):
+    process = start(repository, STUB="wait loading" if program == "main_ppo" else "slow world")
+    deadline = time.monotonic() + 30
+    while not (repository / "notes" / ("running" if program == "main_ppo" else program)).exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (status, line)
+    assert list((repository / "verl_checkpoints").glob("*")) == []
+    if program == "main_ppo":
+        assert not psutil.pid_exists(note(repository, "server")[0])
 
 
 def wait_until_running(repository, process):

@@ -48,6 +48,7 @@ State = TypeVar("State", bound="SavedState")
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
+_LOCK_FILE = "run.lock"
 # Steps. A run that may go back keeps a checkpoint that is so old, since a collapse is seen late.
 KEEP_BEHIND = 20
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -364,7 +365,7 @@ class CheckpointStore:
         """
         self.unlock()
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.run_dir / "run.lock").open("w")
+        self._lock = (self.run_dir / _LOCK_FILE).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -374,10 +375,15 @@ class CheckpointStore:
             ) from error
 
     def unlock(self) -> None:
-        """Let other runs into the folder again."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Let other runs into the folder again. A folder that holds nothing but the lock is removed."""
+        if self._lock is None:
+            return
+        with suppress(OSError):
+            if [path.name for path in self.run_dir.iterdir()] == [_LOCK_FILE]:
+                (self.run_dir / _LOCK_FILE).unlink()
+                self.run_dir.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run's folder to `<folder>.old-K`.

@@ -625,5 +625,6 @@ def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str]
         print(f"error: {printable(error)}. The same command with --resume goes on.", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     return 0

@@ -48,7 +48,8 @@ from verl.single_controller.ray.session import init_ray, names_in, receive_lines
 from verl.trainer.command import Command
 from verl.utils.text import printable
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# SIGUSR2 is a Ctrl-C that scripts/run_training.sh passes on.
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 SECONDS_TO_END = 60.0  # for a run that was told to end at once
 SECONDS_TO_GO = 60.0  # for trainers and samplers whose orchestrator is gone
@@ -210,7 +211,7 @@ class OrchestratedRun:
                 self._wait_for_workers_to_go()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(number)
+        self.asked.append(signal.SIGINT if number == signal.SIGUSR2 else number)
 
     def _lead(self) -> int | None:
         """Start an orchestrator and watch it until it ends.
@@ -233,6 +234,8 @@ class OrchestratedRun:
             self.output.ended.wait(SECONDS_FOR_LAST_LINES)
             return status
         except EndedBySignal as ended:
+            if ended.number == signal.SIGINT:
+                print("interrupted: no step was begun", file=sys.stderr)
             return 128 + ended.number
         except TaskCancelledError:  # Ctrl-C between two of its methods
             return 128 + signal.SIGINT

@@ -14,6 +14,9 @@ class StopRequest:
     SIGUSR1 or a first Ctrl-C asks the run to end after its step, with a checkpoint. A second Ctrl-C ends it
     at once. SLURM sends SIGUSR1 before the time limit (scripts/slurm/train.sbatch). You send it with
     `kill -USR1 <process id>`. A Ctrl-C before the first step ends the run at once: there is nothing to keep.
+
+    SIGUSR2 is a Ctrl-C that scripts/run_training.sh passes on. The shell makes the processes that it starts
+    in the background ignore SIGINT.
     """
 
     def __init__(self) -> None:
@@ -24,9 +27,10 @@ class StopRequest:
         """Heed the signals from now on; call this in the main thread only.
 
         An ignored SIGINT stays ignored: a script that runs this in the background passes a Ctrl-C on as
-        SIGUSR1.
+        SIGUSR2.
         """
         signal.signal(signal.SIGUSR1, self._ask)
+        signal.signal(signal.SIGUSR2, self._interrupt)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)
         return self
