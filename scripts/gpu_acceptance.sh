@@ -3,10 +3,12 @@
 #
 #   bash scripts/gpu_acceptance.sh            half an hour on one GPU
 #   bash scripts/gpu_acceptance.sh --quick    some minutes; without a GPU the same code in tiny sizes on CPU
+#   bash scripts/gpu_acceptance.sh --only CHECK [CHECK ...]    these checks alone
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
+answer_help "$@"
 cd "$REPO_ROOT"
 extras=train,retrieval
-[ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || ! nvidia-smi >/dev/null 2>&1 || extras+=,vllm    # one of yours: as it is
+is_users_environment || ! nvidia-smi >/dev/null 2>&1 || extras+=,vllm    # one of yours: as it is
 setup_environment "$extras"
 exec "$PYTHON" scripts/gpu_acceptance.py "$@"

@@ -11,7 +11,7 @@
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-
+answer_help "$@"
 cd "$REPO_ROOT"
 setup_environment train
 exec "$PYTHON" -m verl.single_controller.ray.node "$@"

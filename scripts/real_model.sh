@@ -20,7 +20,7 @@
 #              real_model-short-seed$SEED
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/run_training.sh"
-
+answer_help "$@"
 cd "$REPO_ROOT"
 SEED="${SEED:-0}" NUM_VAL="${NUM_VAL:-64}" SOURCES="$(absolute "${SOURCES:-../shared/data}")" short=
 model="$(absolute "${MODEL:-$REPO_ROOT/data/gemma-3-270m}")"    # the same before it is there and after

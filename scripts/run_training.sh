@@ -381,3 +381,9 @@ run_training() {
     esac
     return "$status"
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then    # it is run, not sourced
+    answer_help "$@"
+    echo "error: found run_training.sh run as a program; expected train_sft.sh, train_grpo.sh or train_ppo.sh" >&2
+    exit 2
+fi

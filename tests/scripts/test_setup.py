@@ -108,6 +108,54 @@ def test_with_vllm_the_versions_and_the_build_are_those_for_the_machine(installi
     assert (tmp_path / "notes").read_text().count("constraints-vllm.txt") == 2
 
 
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose .venv install_environment has made; its python notes what it is asked in `notes`."""
+    for name in ("scripts", "setup.py", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (tmp_path / ".venv" / ".lock").touch()
+    python = programs / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/notes"\n')
+    python.chmod(0o755)
+    return tmp_path
+
+
+def set_up(checkout: Path, extras: str) -> subprocess.CompletedProcess[str]:
+    """Set up in a checkout whose .venv is active."""
+    code = (
+        f'set -euo pipefail; source "{checkout}/scripts/setup.sh"; setup_environment {extras}; echo "$PYTHON"'
+    )
+    path = f"{checkout}/.venv/bin:{os.environ['PATH']}"
+    environment = {**os.environ, "VIRTUAL_ENV": f"{checkout}/.venv", "PATH": path}
+    return subprocess.run(["bash", "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_the_projects_own_environment_is_installed_into_also_when_it_is_active(checkout):
+    done = set_up(checkout, "test,verifiers")
+    assert (done.returncode, done.stdout) == (0, f"{checkout}/.venv/bin/python\n")
+    assert f"-e {checkout}[test,verifiers]" in (checkout / "notes").read_text()
+    (checkout / "notes").unlink()
+    assert set_up(checkout, "train").returncode == 0
+    assert "pip install" not in (checkout / "notes").read_text()  # it is there
+    (checkout / ".venv" / ".lock").unlink()  # one that the user has made there: it is used as it is
+    assert set_up(checkout, "train,gemma").returncode == 0
+    assert "pip install" not in (checkout / "notes").read_text()
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.sh")))
+def test_every_script_answers_help_without_an_environment(script, tmp_path):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")
+    }
+    environment["NO_INSTALL"] = "help installs nothing"
+    line = ["bash", str(ROOT / "scripts" / script), "--help"]
+    done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{script}" in done.stdout or "Source it" in done.stdout
+
+
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / name).read_text().splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))

@@ -16,8 +16,8 @@ def test_the_name_that_the_scripts_give_a_run_tells_all_settings_apart_which_a_c
     """Else a run with another setting meets the checkpoints of the first one, and is refused."""
     blocks = tuple(f"{key}." for key in DECISIVE)
     keys = [key for key in flatten(load_config([])) if f"{key}.".startswith(blocks)]
-    loop = 'source "$0"; for key; do overrides_label "$key=7"; done'
-    line = ["bash", "-c", loop, str(SCRIPT), *keys]
+    loop = 'source "$1"; shift; for key; do overrides_label "$key=7"; done'
+    line = ["bash", "-c", loop, "bash", str(SCRIPT), *keys]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     labels = dict(zip(keys, done.stdout.splitlines(), strict=True))
     assert [key for key, label in labels.items() if not label] == []
