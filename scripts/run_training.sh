@@ -4,26 +4,10 @@
 #
 #     run_training sft|grpo|ppo "$@"
 #
-# With --doctor among them the run is only checked (python -m verl.preflight), with the settings that it would have.
-# With --rl among them the driver is an actor on Ray too, beside trainers and samplers (python -m verl.rl).
-# With --config FILE the settings are those of FILE, in place of the ones named below. configs/mixture.yaml brings
-# data of its own (data_prep.mixture) and a supervised start on it, made once, with the settings of
-# configs/mixture_sft.yaml. configs/hops.yaml brings data of its own (data_prep.hops) and goes on from the run that
-# this script makes without arguments, which is made first where it is not there yet.
-#
-# What it reads from the environment (all optional):
-#   BASE_MODEL     a Hugging Face folder or hub name; default: a tiny model that is shipped, data_prep/base_model
-#                  (sft: data_prep/base_model_plain). Models with weights below 64 MB get the settings in
-#                  configs/microworld_*.yaml, others those in configs/search_r1_*.yaml and configs/sft.yaml.
-#   DATA_DIR       a folder with train.parquet and test.parquet (and corpus.jsonl, which is then served), for sft
-#                  with sft_train.parquet (and sft_val.parquet, if there is one). Each may be .jsonl in place of .parquet.
-#                  Default: the microworld of the seed, made on the spot. A file settings.yaml in it has keys that
-#                  say what is read instead of these rows.
-#   SEED           seed of the world and of the run; default 0
-#   RETRIEVER_URL  a retrieval server that already runs (or several: a,b); default: one is started on DATA_DIR's
-#                  corpus and stopped at the end. `retriever.url=...` on the command line does the same.
-#   EXPERIMENT_NAME  name of the run and of its folder below verl_checkpoints/; default: after data, model, algorithm,
-#                  seed, and the overrides that decide what the run learns
+# `usage` says what it takes and reads. configs/mixture.yaml brings data of its own (data_prep.mixture) and a
+# supervised start on it, made once, with the settings of configs/mixture_sft.yaml. configs/hops.yaml brings data of its
+# own (data_prep.hops) and goes on from the run that this script makes without arguments, which is made first where it
+# is not there yet.
 #
 # All paths of the caller (in these variables, in overrides, in files of settings) are relative to where the script is
 # called. What the script makes itself is in the repository: data/, verl_checkpoints/.
@@ -241,10 +225,56 @@ more_extras() {    # the overrides of a run -> ",megatron", ",vllm" if it needs 
     [[ "$*" != *rollout.name=vllm* ]] || echo -n ,vllm
 }
 
+usage() {    # sft|grpo|ppo
+    local rows="train.parquet and test.parquet" tiny=data_prep/base_model
+    [ "$1" != sft ] || rows="sft_train.parquet, perhaps sft_val.parquet" tiny=data_prep/base_model_plain
+    cat <<TEXT
+usage: bash train_$1.sh [--config FILE] [--doctor] [--rl] [KEY=VALUE ...]
+       bash train_$1.sh --help [KEY]
+
+  KEY=VALUE        any key of the configuration, such as trainer.total_training_steps=10
+  --config FILE    the settings of FILE (configs/*.yaml, or yours), in place of the shipped ones for the model
+  --doctor         only checks the run that it would start (docs/doctor.md); trainer.dry_run=true plans its memory
+  --rl             the driver is an actor on Ray too, beside trainers and samplers (docs/async.md); not for sft
+  --help KEY       what a key, or each key of a group such as data, means, takes and is set to
+
+What it reads from the environment (all optional):
+  SEED             seed of the world and of the run; default 0
+  BASE_MODEL       a Hugging Face folder or hub name; default: a tiny model that is shipped, $tiny. Models with
+                   weights below 64 MB get the settings in configs/microworld_$1.yaml, others those in
+                   $(recipe_for model "$1")
+  DATA_DIR         a folder with $rows (or .jsonl), and corpus.jsonl, which is then
+                   served; default: the microworld of the seed, made on the spot. A file settings.yaml in it has keys
+                   that say what is read instead of these rows. Rows of your own: docs/your_own_questions.md
+  RETRIEVER_URL    a retrieval server that already runs (or several: a,b); default: one is started on DATA_DIR's
+                   corpus and stopped at the end. retriever.url=... does the same
+  EXPERIMENT_NAME  name of the run and of its folder below verl_checkpoints/; default: after data, model, algorithm,
+                   seed, file of settings, and the overrides that decide what the run learns
+  VERL__A__B=1     sets the key a.b, more weakly than files and KEY=VALUE do
+
+Folders in these variables are relative to where the script is called, paths in KEY=VALUE to the repository.
+Exit status: 0 done, 2 a mistake in what was asked, 3 ended early, 130 interrupted (docs/troubleshooting.md).
+
+TEXT
+}
+
+is_own_help() {    # the arguments -> whether they ask for all of the help, not for one key's
+    while [ $# -gt 0 ]; do
+        [[ "$1" != --help && "$1" != -h ]] || { [[ ! "${2:-}" =~ ^[A-Za-z_][A-Za-z0-9_.]*$ ]] && return; }
+        shift
+    done
+    return 1
+}
+
 run_training() {
     local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval config='' is_config=false
     local program=(verl.trainer.main_ppo) doctor=false passed=()
     shift
+    ! is_own_help "$@" || usage "$kind"
+    if [[ " $* " == *" --help "* || " $* " == *" -h "* ]] && ! has_python; then
+        echo "Every key with its meaning stands here once there is an environment. bash train_$kind.sh makes it."
+        return
+    fi
     for argument in "$@"; do
         if $is_config; then
             config="$argument" is_config=false

@@ -11,6 +11,7 @@ import yaml
 
 from verl.config import Config, SFTConfig, load, load_config, load_sft_config, to_dict
 from verl.config.__main__ import generated_files
+from verl.config.command_line import read_arguments
 from verl.config.keys import check_values, keys_of, replace_values, settable
 from verl.config.render import json_schema, read_yaml, to_yaml, write_yaml
 
@@ -133,6 +134,33 @@ def test_help_and_mistakes_are_answered_without_torch():
         done = subprocess.run([sys.executable, "-c", code, wrong], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stderr.startswith("error: Found") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("topic", "keys"),
+    [
+        ("trainer.save_freq", ["trainer.save_freq"]),
+        ("save_freq", ["trainer.save_freq"]),
+        ("retriever", [key for key in settable(Config) if key.startswith("retriever.")]),
+        ("trainer.evals", ["trainer.evals"]),
+    ],
+)
+def test_help_of_a_key_or_a_group_explains_it(topic, keys, capsys):
+    with pytest.raises(SystemExit) as end:
+        read_arguments(["--help", topic, "trainer.save_freq=17"])
+    lines = capsys.readouterr().out.splitlines()
+    assert not end.value.code
+    assert [line.split("=")[0] for line in lines if not line.startswith(" ")] == keys
+    assert all(any(line.startswith("    takes ") for line in lines) for _ in keys)
+    if "save_freq" in topic:
+        assert lines[0] == "trainer.save_freq=17"
+        assert "    takes a whole number of at least -1; default -1; set by: command line" in lines
+
+
+def test_help_of_an_unknown_key_names_the_nearest():
+    message = "Found no key 'trainer.sede'; the nearest known key is 'trainer.seed'"
+    with pytest.raises(ValueError, match=message):
+        read_arguments(["--help", "trainer.sede"])
 
 
 def test_help_shows_the_values_that_are_set(capsys):

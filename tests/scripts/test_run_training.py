@@ -521,6 +521,33 @@ def test_a_mistake_and_help_are_answered_before_anything_is_made(repository, scr
     assert {path for path in repository.rglob("*") if path.name != "__pycache__"} == before
 
 
+VARIABLES = ("SEED", "BASE_MODEL", "DATA_DIR", "RETRIEVER_URL", "EXPERIMENT_NAME")
+
+
+@pytest.mark.parametrize("script", ["train_grpo.sh", "train_ppo.sh", "train_sft.sh"])
+def test_help_begins_with_the_usage_and_the_variables(repository, script):
+    out, _ = start(repository, "--help", script=script).communicate(timeout=60)
+    beginning = out.partition("settings: ")[0]
+    assert beginning.startswith(f"usage: bash {script} [--config FILE] [--doctor]")
+    assert [name for name in (*VARIABLES, "--help KEY") if f"\n  {name} " not in beginning] == []
+
+
+def test_help_of_a_key_is_about_that_key_alone(repository):
+    process = start(repository, "trainer.seed=7", "--help", "trainer.seed")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "usage:" not in out
+    assert "trainer.seed=7\n" in out and out.count("\n") < 6
+
+
+def test_help_makes_no_environment(repository):
+    line = 'cd "$0" && env -u VIRTUAL_ENV -u CONDA_PREFIX bash train_grpo.sh --help'
+    done = subprocess.run(["bash", "-c", line, repository], capture_output=True, text=True, timeout=60)
+    assert (
+        done.returncode == 0 and done.stdout.startswith("usage: ") and "train_grpo.sh makes it" in done.stdout
+    )
+    assert not (repository / ".venv").exists()
+
+
 def test_a_run_that_is_refused_leaves_no_folder(repository):
     assert run(repository, STUB="refuse")[0] == 2
     assert list((repository / "verl_checkpoints").glob("*")) == []

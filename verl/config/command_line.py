@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from verl.config.keys import settable
 from verl.config.loading import PROGRAMS, Loaded, load
 from verl.config.overrides import Folders
-from verl.config.render import to_yaml
+from verl.config.render import explain, to_yaml
 
 OPTIONS = """\
 --help              this list, with the values that the other arguments give
+--help KEY          what a key, or each key of a group such as data, means, takes and is set to
 --print             these values, without their meaning; --print --origins: where each comes from
 --config-name NAME  another primary file: {names}, or one of your own
 --config-dir DIR    a folder with files of your own: DIR/NAME.yaml, DIR/recipe/NAME.yaml
@@ -23,6 +25,7 @@ OPTIONS = """\
 @ FILE              keys from a .yaml or .toml file; of several files and recipes the later ones win
 Layers, the weakest first: primary file, environment (VERL__TRAINER__SEED=1), recipes and files, key=value."""
 
+_TOPIC = re.compile(r"\w[\w.]*")
 _FLAGS = (("--help", "-h"), ("--print",), ("--origins",), ("--multirun", "-m"))
 _WITH_VALUE = (("--config-name", "-cn"), ("--config-dir", "-cd"), ("--config-path", "-cp"))
 
@@ -38,6 +41,7 @@ class CommandLine:
         rest: overrides, and files of keys.
         shown: what is printed in place of a run: "help", "print", "origins" or nothing.
         multirun: whether the arguments ask for a sweep.
+        topic: the key, or the group of keys, that is explained in place of all; "" for all.
     """
 
     names: Sequence[str]
@@ -46,6 +50,7 @@ class CommandLine:
     rest: Sequence[str]
     shown: str
     multirun: bool
+    topic: str = ""
 
     @property
     def options(self) -> list[str]:
@@ -81,6 +86,7 @@ def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
         parser.add_argument(*flags, action="store_true")
     for flags in _WITH_VALUE:
         parser.add_argument(*flags)
+    topic, argv = _split_topic(argv)
     try:
         options, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
@@ -109,7 +115,22 @@ def parse(argv: Sequence[str], names: Sequence[str]) -> CommandLine:
         rest=rest,
         shown=shown,
         multirun=options.multirun,
+        topic=topic,
     )
+
+
+def _split_topic(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Separate the KEY of `--help KEY` from the other arguments; "" if there is none.
+
+    KEY is a bare word. Overrides have an equals sign, and files and recipes begin with a sign.
+    """
+    arguments = list(argv)
+    for number, argument in enumerate(arguments[:-1]):
+        following = arguments[number + 1]
+        if argument in ("--help", "-h") and _TOPIC.fullmatch(following):
+            del arguments[number + 1]
+            return following, arguments
+    return "", arguments
 
 
 def read_arguments(
@@ -145,7 +166,9 @@ def read_arguments(
 
 def show(command: CommandLine, loaded: Loaded) -> None:
     """Print what `--help`, `--print` or `--print --origins` asks for."""
-    if command.shown == "help":
+    if command.topic:
+        print(explain(command.program, loaded, command.topic), end="")
+    elif command.shown == "help":
         print(OPTIONS.format(names=", ".join(command.names)))
         print(to_yaml(command.program, loaded))
     else:

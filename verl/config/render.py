@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from verl.config.keys import Block, Key, get_value, settable, to_dict
-from verl.config.loading import PROGRAMS, Loaded
+from verl.config.keys import Block, Key, format_value, get_value, settable, to_dict
+from verl.config.loading import PROGRAMS, Loaded, nearest_keys
 
 _COMMENT_AT = 34
 _WIDTH = 120
@@ -76,6 +76,43 @@ def to_yaml(
             first, *more = textwrap.wrap(comment, _WIDTH - start - 2) or [""]
             lines.append(f"{setting:{start}}# {first}" if first else setting)
             lines += [f"{'':{start}}# {line}" for line in more]
+    return "\n".join(lines) + "\n"
+
+
+def explain(config_name: str, loaded: Loaded, name: str) -> str:
+    """Return what the keys of a name mean, which values they take, and what they are set to.
+
+    Args:
+        config_name: one of PROGRAMS.
+        loaded: the configuration whose values are shown.
+        name: a key, a group of keys, or the last part of keys' names, such as save_freq.
+
+    Raises:
+        ValueError: there is no key of this name.
+    """
+    keys = settable(PROGRAMS[config_name].schema)
+    chosen = [path for path in keys if f"{path}.".startswith(f"{name}.")]
+    chosen = chosen or [path for path in keys if f".{path}".endswith(f".{name}")]
+    chosen = chosen or [path for path in keys if f".{name}." in f".{path}"]
+    if not chosen:
+        first, *others = nearest_keys(name, list(keys))
+        raise ValueError(
+            f"Found no key {name!r}; the nearest known key is {first!r} (then {', '.join(others)}). --help "
+            "without a key lists all."
+        )
+    lines: list[str] = []
+    for path in chosen:
+        spec = keys[path]
+        origin = "" if loaded.origins[path] == "default" else f"; set by: {loaded.origins[path]}"
+        default = f"as {spec.follows}" if spec.follows else format_value(spec.default)
+        lines.append(f"{path}={format_value(get_value(loaded.config, path))}")
+        lines += textwrap.wrap(spec.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        lines += textwrap.wrap(
+            f"takes {spec.expected}; default {default}{origin}",
+            _WIDTH,
+            initial_indent="    ",
+            subsequent_indent="    ",
+        )
     return "\n".join(lines) + "\n"
 
 
