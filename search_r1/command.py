@@ -1,6 +1,8 @@
 """Run `search-r1 COMMAND ...`: one program for all that the project does.
 
-The arguments after COMMAND are the command's own.
+The arguments after COMMAND are the command's own. The command acts on the checkout in which you stand, even
+if the program was installed from another one. Where you stand in none, it is the one that it was installed
+from.
 """
 
 from __future__ import annotations
@@ -54,6 +56,33 @@ def usage() -> str:
     return "\n".join(["usage: search-r1 COMMAND [arguments]", "", *lines])
 
 
+def checkout_of(folder: Path) -> Path | None:
+    """Return the checkout of the project that a folder is in; None if it is in none."""
+    for parent in (folder, *folder.parents):
+        if (parent / "train_grpo.sh").is_file() and (parent / "search_r1" / "command.py").is_file():
+            return parent
+    return None
+
+
+def act_where_one_stands() -> None:
+    """Go on with the code of the checkout in which the command was typed, if this one is of another.
+
+    A line on stderr says on which checkout the command acts, unless it is the one that both agree on.
+    """
+    checkout = checkout_of(Path.cwd().resolve())
+    if checkout is None:
+        print(f"search-r1: acts on the checkout {ROOT}", file=sys.stderr)
+        return
+    code_path = os.environ.get("PYTHONPATH", "")
+    is_running = (checkout / "search_r1" / "command.py").samefile(__file__)
+    if is_running or code_path.split(os.pathsep)[0] == str(checkout):
+        return
+    line = f"search-r1: acts on the checkout {checkout}, not on {ROOT}, where it was installed"
+    print(line, file=sys.stderr, flush=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), code_path]))
+    os.execv(sys.executable, [sys.executable, "-m", "search_r1.command", *sys.argv[1:]])
+
+
 def main() -> None:
     """Run the command that the command line names.
 
@@ -64,6 +93,7 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(usage())
         return
+    act_where_one_stands()
     if not (ROOT / "train_grpo.sh").is_file():
         remedy = "Take a checkout, and in it: pip install -c constraints.txt -e ."
         sys.exit(f"error: {ROOT} is no checkout of the project. {remedy}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,33 @@ def test_each_python_command_shows_its_own_help(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         command.main()
     assert not end.value.code and capsys.readouterr().out.startswith("usage:")
+
+
+def run_installed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as one that was installed from this checkout does, in a folder."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(command.ROOT)!r}); from search_r1.command import main; main()"
+    )
+    line = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_a_command_acts_on_the_checkout_in_which_it_is_typed(tmp_path):
+    clone = tmp_path / "clone"
+    (clone / "search_r1").mkdir(parents=True)
+    (clone / "search_r1" / "__init__.py").touch()
+    shutil.copy(command.ROOT / "search_r1" / "command.py", clone / "search_r1")
+    (clone / "train_grpo.sh").write_text('echo "in $(cd "$(dirname "$0")" && pwd) with $*"\n')
+    (clone / "docs").mkdir()
+    for folder in (clone, clone / "docs"):
+        done = run_installed(folder, "train", "trainer.seed=1")
+        assert (done.returncode, done.stdout) == (0, f"in {clone} with trainer.seed=1\n")
+        assert done.stderr == (
+            f"search-r1: acts on the checkout {clone}, not on {command.ROOT}, where it was installed\n"
+        )
+    outside = run_installed(tmp_path, "rows", "--help")
+    assert outside.returncode == 0 and outside.stderr == f"search-r1: acts on the checkout {command.ROOT}\n"
+    assert run_installed(command.ROOT / "docs", "rows", "--help").stderr == ""
 
 
 def test_an_installation_has_the_command(tmp_path):
