@@ -12,7 +12,8 @@
 #
 # What it reads from the environment (all optional):
 #   SEED       of the split into training and test, and of all runs; default 0
-#   SOURCES    folder with the files of questions and passages; default ../shared/data
+#   SOURCES    folder with the three files of questions and passages; default ../shared/data if there is such a folder,
+#              else data/sources. Where one is missing, the script says how to fetch it.
 #   MODEL      a Hugging Face folder to start from; default: Gemma 3 270M, which is fetched (Gemma's terms hold)
 #   NUM_VAL    questions that are asked during GRPO, taken from those of training; default 64
 #   MINUTES    for the whole: GRPO ends early if they run out; default 150, with --short 15
@@ -22,7 +23,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/run_training.sh"
 answer_help "$@"
 cd "$REPO_ROOT"
-SEED="${SEED:-0}" NUM_VAL="${NUM_VAL:-64}" SOURCES="$(absolute "${SOURCES:-../shared/data}")" short=
+SEED="${SEED:-0}" NUM_VAL="${NUM_VAL:-64}" short=
+[ -n "${SOURCES:-}" ] || { [ -d ../shared/data ] && SOURCES=../shared/data; } || SOURCES=data/sources
+SOURCES="$(absolute "$SOURCES")"
+[[ "$SOURCES" == /* ]] || SOURCES="$REPO_ROOT/$SOURCES"    # it is not there, and will be looked for here
 model="$(absolute "${MODEL:-$REPO_ROOT/data/gemma-3-270m}")"    # the same before it is there and after
 sft=() grpo=() asked=()
 for argument in "$@"; do
@@ -46,14 +50,31 @@ fi
 MINUTES="${MINUTES:-$([ -n "$short" ] && echo 15 || echo 150)}" NAME="${NAME:-real_model$short-seed$SEED}"
 data="data/$NAME" root="verl_checkpoints/$NAME"
 
-for file in xquad.en.json 2wikimultihopqa_corpus.json hotpot_dev_v1_simplified.json; do
-    if [ ! -f "$SOURCES/$file" ]; then
-        echo "error: SOURCES=$SOURCES holds no $file. Expected in it: xquad.en.json of google-deepmind/xquad," \
-            "2wikimultihopqa_corpus.json of OSU-NLP-Group/HippoRAG, hotpot_dev_v1_simplified.json of ysymyth/ReAct" \
-            "(public repositories on GitHub). Put them there, or say where they are: SOURCES=folder" >&2
-        exit 2
-    fi
+# The files of questions and passages: public repositories on GitHub. Nothing here fetches them.
+SOURCE_FILES=(xquad.en.json 2wikimultihopqa_corpus.json hotpot_dev_v1_simplified.json)
+source_url() {    # file -> its address
+    local host=https://raw.githubusercontent.com
+    case "$1" in
+        xquad.en.json) echo "$host/google-deepmind/xquad/master/$1" ;;
+        2wikimultihopqa_corpus.json)
+            echo "$host/OSU-NLP-Group/HippoRAG/191f281122e2437743daf1dd2dae23059a14c088/reproduce/dataset/$1"
+            ;;
+        hotpot_dev_v1_simplified.json) echo "$host/ysymyth/ReAct/master/data/$1" ;;
+    esac
+}
+
+missing=()
+for file in "${SOURCE_FILES[@]}"; do
+    [ -f "$SOURCES/$file" ] || missing+=("$file")
 done
+if [ ${#missing[@]} -gt 0 ]; then
+    echo "error: SOURCES=$SOURCES holds no ${missing[*]}; expected the files of questions and passages there. Fetch" \
+        "them, and start this again (or say where they are: SOURCES=folder):" >&2
+    for file in "${missing[@]}"; do
+        printf 'curl -fL --create-dirs -o %q %q\n' "$SOURCES/$file" "$(source_url "$file")" >&2
+    done
+    exit 2
+fi
 settings="$(printf '%s\n' "SEED=$SEED" "SOURCES=$SOURCES" "MODEL=$model" "NUM_VAL=$NUM_VAL" "$*")"
 for folder in "$data" "$root"; do
     if [ -f "$folder/settings.txt" ] && [ "$settings" != "$(cat "$folder/settings.txt")" ]; then
@@ -67,7 +88,7 @@ done
 STAGE='' stage_begun=0
 end_stage() { [ -z "$STAGE" ] || echo "$STAGE $((SECONDS - stage_begun))" >>"$root/seconds.txt"; STAGE=''; }
 trap 'end_stage; stop_all' EXIT
-trap 'exit 130' INT
+trap 'echo "interrupted: the same command goes on from the last checkpoint" >&2; exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 # Nothing that is started outlives this script, even if it is killed (where setpriv can do that).

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from scripts.real_model_report import LABELS, MODELS, compare, mean_with_interval, read_results  # noqa: E402
 
+SOURCE_FILES = ["xquad.en.json", "2wikimultihopqa_corpus.json", "hotpot_dev_v1_simplified.json"]
 TOWNS = ["Arlen", "Bora", "Cale", "Doria", "Elm", "Fenna", "Gorm", "Hale", "Ilse", "Jorn", "Kade", "Lira"]
 # two steps of two questions; a start that is long enough for the form of a search
 SETTINGS = [
@@ -151,7 +153,13 @@ def test_mistakes_are_said_before_anything_is_made(checkout, tmp_path):
     assert "expected --short, sft.KEY=VALUE" in refused("trainer.seed=1")
     (tmp_path / "other").mkdir()
     said = refused(SOURCES="../other")
-    assert "holds no xquad.en.json" in said and "OSU-NLP-Group/HippoRAG" in said
+    lines = [shlex.split(line) for line in said.splitlines() if line.startswith("curl ")]
+    assert [line[-2] for line in lines] == [f"{tmp_path}/other/{name}" for name in SOURCE_FILES]
+    page = (ROOT / "docs" / "real_model.md").read_text()
+    for line, name in zip(lines, SOURCE_FILES, strict=True):
+        assert line[-1].startswith("https://") and line[-1].endswith(f"/{name}") and line[-1] in page
+    (tmp_path / "other" / SOURCE_FILES[0]).touch()
+    assert refused(SOURCES="../other").count("curl ") == 2
     assert not (checkout / "verl_checkpoints").exists() and not (checkout / "data").exists()
     made = checkout / "verl_checkpoints" / "run"
     made.mkdir(parents=True)
