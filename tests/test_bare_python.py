@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import verl
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"python ((?:-m (?:verl|search_r1|data_prep)[\w.]*)|(?:scripts/)?\w+(?:/\w+)*\.py)")
@@ -29,3 +31,9 @@ def test_a_python_without_packages_is_told_which_one_to_use(command):
         return
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert re.match(r"error: \S+ has no \w+\. (Use|Run) .* or install the project: ", ended.stderr)
+
+
+def test_a_ctrl_c_while_a_program_is_imported_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        verl._end_program(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")

@@ -102,8 +102,22 @@ def test_a_run_that_goes_on_from_an_earlier_step_keeps_what_it_writes(tmp_path):
 def test_two_runs_do_not_share_a_folder(tmp_path):
     store = CheckpointStore(tmp_path / "run", None)
     store.lock()
+    second = CheckpointStore(tmp_path / "run", None)
     with pytest.raises(ValueError, match="in use by another run"):
-        CheckpointStore(tmp_path / "run", None).lock()
+        second.lock()
+    second.unlock()  # it holds nothing, and takes nothing away
+    assert (tmp_path / "run" / "run.lock").exists()
     CheckpointStore(tmp_path / "other", None).lock()
     store.unlock()
     CheckpointStore(tmp_path / "run", None).lock()
+
+
+def test_a_run_that_wrote_nothing_leaves_no_folder(tmp_path):
+    store = CheckpointStore(tmp_path / "run", None)
+    store.lock()
+    store.unlock()
+    assert not (tmp_path / "run").exists()
+    store.lock()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    store.unlock()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "run.lock"]

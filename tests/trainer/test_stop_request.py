@@ -14,7 +14,7 @@ from verl.trainer import main_ppo
 
 @pytest.fixture(autouse=True)
 def handlers():
-    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):

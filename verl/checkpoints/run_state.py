@@ -365,14 +365,16 @@ class CheckpointStore:
         """
         self.unlock()
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.run_dir / _LOCK_FILE).open("w")
+        lock = (self.run_dir / _LOCK_FILE).open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            lock.close()
             raise ValueError(
                 f"{self.run_dir} is in use by another run. Wait for its end or stop it, or choose another "
                 "folder: trainer.default_local_dir (EXPERIMENT_NAME for train_grpo.sh and train_ppo.sh)."
             ) from error
+        self._lock = lock
 
     def unlock(self) -> None:
         """Let other runs into the folder again. A folder that holds nothing but the lock is removed."""
