@@ -407,7 +407,7 @@ run_training() {
     case "$status" in
         138) end_early USR1 ;;    # the signal came while it was loading, before it listened to signals
         140) end_early INT ;;
-        2 | 130) EMPTY_RUN_DIR="$RUN_DIR" ;;    # an attempt that was refused or interrupted leaves no folder
+        2 | 3 | 130) EMPTY_RUN_DIR="$RUN_DIR" ;;    # an attempt that wrote nothing leaves no folder
     esac
     return "$status"
 }

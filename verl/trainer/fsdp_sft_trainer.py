@@ -23,6 +23,7 @@ from verl.config.checks import check_sft_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 from verl.utils.announcing import announce, gc_paused
+from verl.utils.early_signals import end_on_signals
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def _train(config: SFTConfig) -> int:
 
 
 def main() -> None:
+    end_on_signals(sys.argv[1:])
     sys.exit(run(sys.argv[1:]))
 
 

@@ -23,6 +23,7 @@ from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
+from verl.utils.early_signals import end_on_signals
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def __getattr__(name: str) -> object:
 
 
 def main() -> None:
+    end_on_signals(sys.argv[1:])
     sys.exit(run(sys.argv[1:]))
 
 
