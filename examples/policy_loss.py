@@ -29,5 +29,6 @@ def pulled_reinforce(
     """
     log_ratio = log_prob - old_log_prob
     losses = -advantages * log_prob + PULL * log_ratio**2
-    pull = agg_loss(log_ratio.detach() ** 2, response_mask, loss_agg_mode, denominator)
-    return agg_loss(losses, response_mask, loss_agg_mode, denominator), {"actor/pull": pull}
+    pull = agg_loss(log_ratio.detach() ** 2, response_mask, loss_agg_mode, denominator=denominator)
+    loss = agg_loss(losses, response_mask, loss_agg_mode, denominator=denominator)
+    return loss, {"actor/pull": pull}

@@ -17,4 +17,4 @@ def policy_gradient(
 
     All tensors are [B, R].
     """
-    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, denominator), {}
+    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, denominator=denominator), {}

@@ -112,6 +112,10 @@ def grpo(rows):
     return by_row(rows, advantage)
 
 
+def grpo_vectorized(rows):
+    return grpo(rows)
+
+
 def grpo_passk(rows):
     """What the group's maximum loses without row i."""
 
@@ -127,6 +131,14 @@ def rloo(rows):
     def advantage(i):
         others = [rows.scores[j] for j in rows.group(i) if j != i]
         return rows.scores[i] - (mean(others) if others else 0.0)
+
+    return by_row(rows, advantage)
+
+
+def rloo_vectorized(rows):
+    def advantage(i):
+        others = [rows.scores[j] for j in rows.group(i) if j != i]
+        return rows.scores[i] - mean(others) if others else 0.0
 
     return by_row(rows, advantage)
 

@@ -148,6 +148,12 @@ def test_what_an_estimator_lacks_is_said_by_name():
         with pytest.raises(ValueError, match=f"{name!r} needs {lacks}"):
             advantages_of(name, rewards, mask, index=["a", "a"])
     with pytest.raises(ValueError, match=r"found \['em'\], with weights for \['format'\]"):
-        algos.compute_gdpo_outcome_advantage(mask, ["a", "a"], {"em": torch.zeros(2)}, {"format": 1.0})
+        algos.compute_gdpo_outcome_advantage(
+            rewards,
+            mask,
+            ["a", "a"],
+            reward_components={"em": torch.zeros(2)},
+            reward_weights={"format": 1.0},
+        )
     with pytest.raises(ValueError, match="scores of 0 or more, found -1"):
         algos.compute_maxrl_outcome_advantage(rewards - 1 / 3, mask, ["a", "a"])

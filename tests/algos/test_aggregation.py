@@ -27,7 +27,7 @@ def test_value_and_gradient_equal_loops_over_the_sampled_tokens(mode, batch, sca
     losses = batch.randn("losses").double().requires_grad_()
     mask = batch.response_mask
     denominator = algos.LossDenominator.of(mask, batch.uids, scale)
-    loss = algos.agg_loss(batch.with_garbage(losses), mask, mode, denominator)
+    loss = algos.agg_loss(batch.with_garbage(losses), mask, mode, denominator=denominator)
     loss.backward()
     width = scale or batch.width
     rows = sampled(losses.detach(), mask)
@@ -48,7 +48,7 @@ def test_shares_of_ranks_add_up_when_each_knows_its_own_rows_and_the_summed_coun
 ):
     losses = batch.randn("losses").double()
     mask = batch.response_mask
-    whole = algos.agg_loss(losses, mask, mode, algos.LossDenominator.of(mask, batch.uids))
+    whole = algos.agg_loss(losses, mask, mode, denominator=algos.LossDenominator.of(mask, batch.uids))
     tokens, rows = algos.prompt_counts(mask, batch.uids)
     order = torch.randperm(batch.num_rows, generator=torch.Generator().manual_seed(seed))
     ranks = [order[rank::num_ranks] for rank in range(num_ranks)]
@@ -58,7 +58,9 @@ def test_shares_of_ranks_add_up_when_each_knows_its_own_rows_and_the_summed_coun
     for own in ranks:
         of_rank = algos.LossDenominator.from_counts(counts, tokens_of_prompt=tokens[own])
         for i in range(len(own)):  # micro-batches of one row
-            total += float(algos.agg_loss(losses[own][[i]], mask[own][[i]], mode, of_rank.of_rows([i])))
+            of_row = of_rank.of_rows([i])
+            loss = algos.agg_loss(losses[own][[i]], mask[own][[i]], mode, denominator=of_row)
+            total += float(loss)
     assert total == pytest.approx(float(whole), abs=1e-12)
 
 
@@ -66,7 +68,7 @@ def test_shares_of_ranks_add_up_when_each_knows_its_own_rows_and_the_summed_coun
 def test_a_mini_batch_without_a_sampled_token_has_loss_0(mode):
     losses = torch.full((2, 3), float("nan"), requires_grad=True)
     mask = torch.zeros(2, 3)
-    loss = algos.agg_loss(losses, mask, mode, algos.LossDenominator.of(mask, ["a", "b"]))
+    loss = algos.agg_loss(losses, mask, mode, denominator=algos.LossDenominator.of(mask, ["a", "b"]))
     loss.backward()
     assert loss == 0 and not losses.grad.any()
 

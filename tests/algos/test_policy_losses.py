@@ -35,7 +35,7 @@ def a_mode(batch):
 def test_every_loss_that_the_configuration_can_name_is_tested():
     names = {
         name
-        for name, fn in ((n, algos.get_policy_loss_fn(n)) for n in algos.POLICY_LOSSES)
+        for name, fn in ((n, algos.get_policy_loss_fn(n)) for n in algos.POLICY_LOSS_REGISTRY)
         if fn.__module__.startswith("verl.")
     }
     key = settable(Config)["actor_rollout_ref.actor.policy_loss.loss_mode"]
@@ -135,7 +135,7 @@ def test_where_the_ratio_is_1_the_gradient_is_that_of_minus_advantage_times_log_
     mode = a_mode(batch)
     denominator = whole(inputs, batch)
     log_prob = inputs.log_prob.clone().requires_grad_()
-    algos.agg_loss(-inputs.advantages * log_prob, inputs.mask, mode, denominator).backward()
+    algos.agg_loss(-inputs.advantages * log_prob, inputs.mask, mode, denominator=denominator).backward()
     _, metrics, gradient = inputs.loss(case, mode, denominator)
     torch.testing.assert_close(gradient, log_prob.grad, rtol=1e-12, atol=1e-12)
     assert metrics["actor/ppo_kl"] == 0 and not metrics.get("actor/pg_clipfrac", 0)

@@ -15,12 +15,12 @@ def test_a_function_is_found_by_the_name_it_was_registered_under_and_a_name_is_t
     def half(x):
         return x / 2
 
-    assert registry.get("half") is half and list(registry) == ["half"]
+    assert registry.find("half") is half and list(registry) == ["half"]
     assert registry.register("half")(half) is half  # a module that is imported twice
     with pytest.raises(ValueError, match="registered already"):
         registry.register("half")(lambda x: x)
     with pytest.raises(ValueError, match="some.key: found 'third', expected one of half"):
-        registry.get("third")
+        registry.find("third")
 
 
 def test_a_users_own_function_is_taken_by_its_import_path(tmp_path, monkeypatch):

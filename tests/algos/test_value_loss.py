@@ -21,7 +21,9 @@ def inputs_of(batch):
 def run(vpreds, returns, values, mask, mode="token-mean", denominator=None):
     """(loss, clip share, gradient)"""
     vpreds = vpreds.clone().requires_grad_()
-    loss, clipped = algos.compute_value_loss(vpreds, returns, values, mask, CLIP, mode, denominator)
+    loss, clipped = algos.compute_value_loss(
+        vpreds, returns, values, mask, CLIP, mode, denominator=denominator
+    )
     return loss.detach(), clipped, torch.autograd.grad(loss, vpreds)[0]
 
 

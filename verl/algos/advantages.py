@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,9 +34,13 @@ from torch import Tensor
 
 from verl.algos.registry import Registry, call_with, named_inputs, plain_name
 
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
-ADV_ESTIMATORS: Registry[AdvantageFn] = Registry("algorithm.adv_estimator")
+ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry("algorithm.adv_estimator")
 _TOKEN_WISE: set[AdvantageFn] = set()
+_NEEDS: dict[AdvantageFn, tuple[str, ...]] = {}
 
 
 class AdvantageEstimator(str, Enum):
@@ -44,8 +48,10 @@ class AdvantageEstimator(str, Enum):
 
     GAE = "gae"
     GRPO = "grpo"
+    GRPO_VECTORIZED = "grpo_vectorized"
     GRPO_PASSK = "grpo_passk"
     RLOO = "rloo"
+    RLOO_VECTORIZED = "rloo_vectorized"
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
     REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
     REMAX = "remax"
@@ -250,30 +256,47 @@ class AdvantageInputs:
     config: Any = None
 
 
-def register_adv_est(name: str | Enum, token_wise: bool = False) -> Callable[[AdvantageFn], AdvantageFn]:
+def refuse_unknown(label: str, others: Mapping[str, Any]) -> None:
+    """Raise TypeError if an estimator got a keyword that no trainer passes to it.
+
+    The fields of `AdvantageInputs` may be given to every estimator, and so may `batch` and
+    `non_tensor_batch`, which verl's trainer passes.
+    """
+    known = {field.name for field in fields(AdvantageInputs)} | {"batch", "non_tensor_batch"}
+    unknown = sorted(set(others) - known)
+    if unknown:
+        raise TypeError(f"{label} got an unexpected keyword argument {unknown[0]!r}")
+
+
+def register_adv_est(
+    name_or_enum: str | Enum, token_wise: bool = False, needs: tuple[str, ...] = ()
+) -> Callable[[AdvantageFn], AdvantageFn]:
     """Register an estimator under a name, for `algorithm.adv_estimator`; use it as a decorator.
 
     The function's parameters are named after the fields of `AdvantageInputs` that it needs. A function with
     `**kwargs` gets all fields that are not None. It returns (advantages, returns), both [N, R].
 
     Args:
-        name: the name to register.
+        name_or_enum: the name to register, or an Enum member with it.
         token_wise: whether the estimator credits each token with the rewards that come after it, so that a
             turn's reward can be one of them.
+        needs: fields of `AdvantageInputs` that must not be None although the function has a default for them.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
-        ADV_ESTIMATORS.register(name)(fn)
+        ADV_ESTIMATOR_REGISTRY.register(name_or_enum)(fn)
         if token_wise:
             _TOKEN_WISE.add(fn)
+        if needs:
+            _NEEDS[fn] = needs
         return fn
 
     return decorate
 
 
-def get_adv_estimator_fn(name: str | Enum) -> AdvantageFn:
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
     """Return the estimator registered under a name, or found at an import path `package.module:function`."""
-    return ADV_ESTIMATORS.get(name)
+    return ADV_ESTIMATOR_REGISTRY.find(name_or_enum)
 
 
 def is_token_wise(name: str | Enum) -> bool:
@@ -302,6 +325,9 @@ def estimate_advantages(adv_estimator: str | Enum, inputs: AdvantageInputs) -> t
     """
     fn = get_adv_estimator_fn(adv_estimator)
     estimator_label = f"Estimator {plain_name(adv_estimator)!r}"
+    missing = [name for name in _NEEDS.get(fn, ()) if getattr(inputs, name) is None]
+    if missing:
+        raise ValueError(f"{estimator_label} needs {', '.join(missing)}, which this batch does not have.")
     if not inputs.turn_credit:
         return call_with(fn, inputs, estimator_label)
     if inputs.turn_ids is None or inputs.turn_rewards is None:
@@ -371,3 +397,34 @@ def turn_advantages(
     by_turn = torch.where(same_turn.is_counted, advantages, 0.0).view(len(mask), num_turns)
     no_turn = by_turn.new_zeros(len(mask), 1)
     return torch.cat([no_turn, by_turn], dim=1).gather(1, turns + 1)
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
+) -> DataProto:
+    """Draw as many rows as there are, with replacement, by a weight of their score (PF-PPO).
+
+    The method is that of Zhang et al. 2024, arXiv:2409.06957, as verl has it. The score of a row is the sum
+    of its token_level_scores over its sampled tokens. Its weight is |score|^weight_pow with `pow`; 1 for the
+    greatest and the least score and 0 for all others with `max_min`; 0.4 for the greatest and 0.1 for all
+    others with `max_random`. 1e-8 is added to each weight. The rows are drawn by torch's random state.
+
+    Raises ValueError if there is no method of that name.
+    """
+    tensors = data.tensors
+    mask = tensors.get("response_mask", torch.ones_like(tensors["token_level_scores"]))
+    scores = outcome_scores(tensors["token_level_scores"], mask.bool())
+    if reweight_method == "pow":
+        weights = scores.abs() ** weight_pow
+    elif reweight_method == "max_min":
+        weights = ((scores == scores.max()) | (scores == scores.min())).double()
+    elif reweight_method == "max_random":
+        weights = torch.where(scores == scores.max(), 0.4, 0.1)
+    else:
+        raise ValueError(f"reweight_method: found {reweight_method!r}, expected pow, max_min or max_random.")
+    rows = torch.multinomial(weights + 1e-8, len(scores), replacement=True)
+    drawn = data.select_idxs(rows)
+    for key, value in data.meta_info.items():
+        if isinstance(value, list) and len(value) == len(scores):
+            drawn.meta_info[key] = [value[row] for row in rows.tolist()]
+    return drawn

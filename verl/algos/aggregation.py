@@ -71,7 +71,7 @@ class LossDenominator:
 
         counts = reduce_sum_over_ranks(denominator_counts(mask, prompt_rows))
         whole = LossDenominator.from_counts(counts, scale_factor, prompt_tokens)  # rows of this rank
-        agg_loss(losses[rows], mask[rows], mode, whole.of_rows(rows))
+        agg_loss(losses[rows], mask[rows], mode, denominator=whole.of_rows(rows))
 
     Attributes:
         num_tokens: sampled tokens.
@@ -149,8 +149,50 @@ def prompt_counts(mask: Tensor, uids: Sequence[Any] | np.ndarray) -> tuple[Tenso
     return totals[0], totals[1]
 
 
+def _of_global_batch(
+    mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int,
+    batch_num_tokens: float | Tensor | None,
+    global_batch_size: float | Tensor | None,
+    loss_scale_factor: float | None,
+) -> LossDenominator:
+    """Return the denominator that verl's keywords of `agg_loss` describe for these rows.
+
+    Raises ValueError if a keyword is wrong, or if a count that several ranks need is missing.
+    """
+    if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
+        raise ValueError(
+            f"dp_size: found {dp_size!r}, expected a whole number of ranks of at least 1. A LossDenominator "
+            "is given by keyword, as denominator=."
+        )
+    of_mask = denominator_counts(mask)
+    counts = [*of_mask]
+    given = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
+    for place, (name, count) in enumerate(given.items()):
+        needed = loss_agg_mode == "token-mean" if place == 0 else loss_agg_mode.startswith("seq-mean")
+        if count is not None:
+            counts[place] = float(count)
+        elif needed and dp_size > 1:
+            raise ValueError(
+                f"Found dp_size={dp_size} and no {name}; expected the count of all ranks, by which "
+                f"loss_agg_mode {loss_agg_mode!r} divides. Give {name}."
+            )
+        if counts[place] < 0:
+            raise ValueError(f"{name}: found {counts[place]:g}, expected a count of at least 1.")
+    return LossDenominator.from_counts(counts, loss_scale_factor)
+
+
 def agg_loss(
-    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, denominator: LossDenominator | None = None
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+    *,
+    denominator: LossDenominator | None = None,
 ) -> Tensor:
     """Reduce per-token losses [B, R] to a scalar over the entries where the mask is 1.
 
@@ -167,20 +209,37 @@ def agg_loss(
     T, N, P, S and n_p come from `denominator`, by default that of this very mask. For a part of a mini-batch,
     pass the denominator of the whole mini-batch. Rows without a sampled token count nowhere.
 
+    verl's keywords say the same for its loops, whose ranks average their gradients: `batch_num_tokens` is T
+    and `global_batch_size` is N of the mini-batch over all ranks, `loss_scale_factor` is S, and the loss is
+    multiplied by `dp_size`, the number of ranks. A count that the mode does not divide by has no effect.
+
     A row is a trajectory. With `rollout.step_wise` it is a turn (as in SkyRL), so N counts turns and n_i is
     the length of a turn. Modes without N then keep the gradient, those with sums keep its direction, and
     seq-mean-token-mean gives each turn the same weight.
 
     Raises:
-        ValueError: the mode is unknown, or prompt-mean lacks the tokens of the rows' prompts.
+        ValueError: the mode is unknown, prompt-mean lacks the tokens of the rows' prompts, several ranks lack
+            the count of all ranks, or both a denominator and verl's keywords are given.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
             f"loss_agg_mode: found {loss_agg_mode!r}, expected one of {', '.join(LOSS_AGG_MODES)}."
         )
     mask = loss_mask.bool()
-    denominator = denominator or LossDenominator.of(mask)
+    of_verl = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    if denominator is None:
+        denominator = _of_global_batch(mask, loss_agg_mode, *of_verl)
+    elif of_verl != (1, None, None, None):
+        raise ValueError(
+            "Found a denominator with dp_size, batch_num_tokens, global_batch_size or loss_scale_factor; "
+            "expected the one or the others, which say the same."
+        )
     loss_mat = loss_mat.masked_fill(~mask, 0.0)
+    return dp_size * _aggregated(loss_mat, mask, loss_agg_mode, denominator)
+
+
+def _aggregated(loss_mat: Tensor, mask: Tensor, loss_agg_mode: str, denominator: LossDenominator) -> Tensor:
+    """Return the loss of `agg_loss` for losses that are 0 where the mask is."""
     if loss_agg_mode == "token-sum":
         return loss_mat.sum()
     if loss_agg_mode == "token-mean":
@@ -210,6 +269,11 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+    *,
     denominator: LossDenominator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute PPO's clipped value loss, 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
@@ -220,19 +284,27 @@ def compute_value_loss(
         values: V_old [N, R].
         response_mask: [N, R], 1 where the policy sampled the token.
         cliprange_value: c.
-        loss_agg_mode: see `agg_loss`.
-        denominator: see `agg_loss`.
+        loss_agg_mode: see `agg_loss`, also for the next five arguments.
+        dp_size: see there.
+        batch_num_tokens: see there.
+        global_batch_size: see there.
+        loss_scale_factor: see there.
+        denominator: see there.
 
     Returns:
-        (loss, fraction of tokens where the clipped term is larger).
+        (loss, fraction of tokens where the clipped term is larger). The fraction is of these rows' tokens, or
+        with a denominator their share of that of the whole mini-batch.
     """
     mask = response_mask.bool()
     vpreds, returns, values = (x.masked_fill(~mask, 0.0) for x in (vpreds, returns, values))
     clipped_vpreds = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
     squared = (vpreds - returns).square()
     clipped_squared = (clipped_vpreds - returns).square()
-    loss = 0.5 * agg_loss(torch.maximum(squared, clipped_squared), mask, loss_agg_mode, denominator)
-    return loss, agg_loss((clipped_squared > squared).float(), mask, "token-mean", denominator)
+    of_verl = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    worse = torch.maximum(squared, clipped_squared)
+    loss = 0.5 * agg_loss(worse, mask, loss_agg_mode, *of_verl, denominator=denominator)
+    is_clipped = (clipped_squared > squared).float()
+    return loss, agg_loss(is_clipped, mask, "token-mean", denominator=denominator)
 
 
 def echo_loss(
@@ -257,4 +329,4 @@ def echo_loss(
         The scalar share of the mini-batch's mean, in nats.
     """
     mask = observation_mask.bool()
-    return agg_loss(-log_prob.masked_fill(~mask, 0.0), mask, loss_agg_mode, denominator)
+    return agg_loss(-log_prob.masked_fill(~mask, 0.0), mask, loss_agg_mode, denominator=denominator)

@@ -7,6 +7,9 @@ advantage, and the returns are the same numbers. Three rules hold for all of the
 - A group whose scores are all equal has advantages of exactly 0 (before a normalisation over the batch).
 - A row that is alone in its group has nothing to be compared with. Its score is its advantage, as in verl
   (whose grpo_passk refuses such a group).
+
+The functions take verl's keywords. As in verl, `config` counts only where a docstring says so, `epsilon` only
+where its formula has it, and `others` may hold what a trainer passes to every estimator (`refuse_unknown`).
 """
 
 from __future__ import annotations
@@ -18,8 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import Groups, expand_to_tokens, outcome_scores, register_adv_est
+from verl.algos.advantages import (
+    Groups,
+    expand_to_tokens,
+    outcome_scores,
+    refuse_unknown,
+    register_adv_est,
+)
 from verl.algos.aggregation import masked_whiten
+from verl.algos.registry import config_value
 
 Index = Sequence[Any] | np.ndarray
 
@@ -36,6 +46,7 @@ def compute_grpo_outcome_advantage(
     index: Index,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute GRPO's advantages from outcome rewards: A = (score - mean) / (std + epsilon).
 
@@ -51,6 +62,21 @@ def compute_grpo_outcome_advantage(
     return expand_to_tokens(advantages, mask, token_level_rewards.dtype)
 
 
+@register_adv_est("grpo_vectorized")
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute GRPO's advantages, under the name of verl's faster form of `compute_grpo_outcome_advantage`."""
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
+    )
+
+
 @register_adv_est("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
@@ -58,13 +84,20 @@ def compute_grpo_passk_outcome_advantage(
     index: Index,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages for pass@k, which credit only the best row of a group.
 
     The method is that of Tang et al. 2025, arXiv:2503.19595. A = (r_max - r_second) / (std + epsilon) for the
     best row and 0 for the others. This is what the group's best score would lose without that row. The
-    division is left out unless `norm_adv_by_std_in_grpo` is set. If two best rows are equal, both get 0.
+    division is left out unless `norm_adv_by_std_in_grpo` is set. If two best rows are equal, both get 0. As
+    in verl, a `config` that has norm_adv_by_std_in_grpo decides.
     """
+    refuse_unknown("grpo_passk", others)
+    if config is not None:
+        name = "norm_adv_by_std_in_grpo"
+        norm_adv_by_std_in_grpo = config_value(config, name, "grpo_passk", norm_adv_by_std_in_grpo)
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     best = groups.max(scores)
@@ -81,12 +114,18 @@ def compute_grpo_passk_outcome_advantage(
 
 @register_adv_est("rloo")
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
 
     A = score - mean score of the *other* rows of the group = n / (n - 1) * (score - mean).
     """
+    refuse_unknown("rloo", others)
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     count = groups.count()
@@ -94,9 +133,35 @@ def compute_rloo_outcome_advantage(
     return expand_to_tokens(scale * groups.centred(scores), mask, token_level_rewards.dtype)
 
 
+@register_adv_est("rloo_vectorized")
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute the advantages of `compute_rloo_outcome_advantage`, but 0 for a row that is alone in its group.
+
+    In verl this is the faster form of that function, with this difference.
+    """
+    refuse_unknown("rloo_vectorized", others)
+    mask = response_mask.bool()
+    is_alone = Groups.of(index, mask.any(dim=-1)).count() == 1
+    advantages, _ = compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
+    advantages = advantages.masked_fill(is_alone.unsqueeze(-1), 0.0)
+    return advantages, advantages.clone()
+
+
 @register_adv_est("reinforce_plus_plus_baseline")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages of REINFORCE++ with a baseline (Hu et al. 2025, arXiv:2501.03262).
 
@@ -105,6 +170,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     are over all sampled tokens. A group of equal scores has d = 0, from which only the batch's mean is
     subtracted.
     """
+    refuse_unknown("reinforce_plus_plus_baseline", others)
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     differences, _ = expand_to_tokens(groups.centred(scores), mask, torch.float64)
@@ -114,7 +180,12 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 @register_adv_est("opo")
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages of OPO, on-policy RL with the optimal reward baseline.
 
@@ -122,6 +193,7 @@ def compute_opo_outcome_advantage(
     group, where l is the number of tokens that the row sampled. This is the baseline of least variance if a
     row's squared gradient grows with its length.
     """
+    refuse_unknown("opo", others)
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     baseline = groups.mean(scores, weights=mask.sum(dim=-1))
@@ -131,15 +203,23 @@ def compute_opo_outcome_advantage(
 
 @register_adv_est("gpg")
 def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, f_norm: float = 1.0
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: Any = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages of GPG, group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 
     A = alpha * (score - mean) / f_norm. alpha = B / (B - M) makes up for the M of the batch's B rows whose
     groups are all right or all wrong and add nothing to the gradient. (verl divides B by the number of rows
     with a score other than 0. It thereby takes groups that are all right for groups that add something, and
-    wrong rows of mixed groups for rows that add nothing.)
+    wrong rows of mixed groups for rows that add nothing.) As in verl, the argument `alpha` has no effect.
     """
+    refuse_unknown("gpg", others)
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
     advantages = groups.centred(scores)
@@ -175,14 +255,19 @@ def compute_maxrl_outcome_advantage(
     return expand_to_tokens(groups.centred(scores) / scale, mask, token_level_rewards.dtype)
 
 
-@register_adv_est("gdpo")
+@register_adv_est("gdpo", needs=("reward_components",))
 def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Index,
-    reward_components: Mapping[str, Tensor],
-    reward_weights: Mapping[str, float] | None = None,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    non_tensor_batch: Mapping[str, Any] | None = None,
+    batch: Any = None,
+    reward_components: Mapping[str, Tensor] | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages of GDPO, group reward-decoupled normalisation.
 
@@ -191,10 +276,18 @@ def compute_gdpo_outcome_advantage(
     A_k; A = (S - mean(S)) / (std(S) + epsilon) over the rows of the batch that sampled something. (verl takes
     this last mean over tokens, so that long rows count for more.)
 
-    The components [N] are the whole reward. token_level_rewards, and with it a KL in the reward, is not used.
+    The components [N] are the whole reward. They are `reward_components`. As in verl, they may instead be the
+    columns of `non_tensor_batch` that config.gdpo_reward_keys names, weighted by config.gdpo_reward_weights
+    in the same order (null: 1 each), and if there are none of both the scores are the only component.
+    `token_level_rewards`, and with it a KL in the reward, is used only then. `batch` is not read.
 
-    Raises ValueError if there is no component, or if a weight names a component that does not exist.
+    Raises ValueError if there is no component, or if weights and components do not fit.
     """
+    refuse_unknown("gdpo", others)
+    if reward_components is None:
+        reward_components, reward_weights = _verl_components(
+            token_level_rewards, response_mask, config, non_tensor_batch
+        )
     mask = response_mask.bool()
     weights = reward_weights or {}
     unknown = set(weights) - set(reward_components)
@@ -211,13 +304,35 @@ def compute_gdpo_outcome_advantage(
         if norm_adv_by_std_in_grpo:
             advantages = advantages / (groups.std(component) + epsilon)
         total = total + weights.get(name, 1.0) * advantages
-    batch = Groups(torch.zeros_like(groups.ids), groups.is_counted)
-    mean = batch.mean(total)
-    std = batch.std(total)
+    batch_group = Groups(torch.zeros_like(groups.ids), groups.is_counted)
+    mean = batch_group.mean(total)
+    std = batch_group.std(total)
     # The advantages of each group add up to 0. The rounding error of that sum must not reach groups whose
     # advantages are all 0.
     mean = torch.where(mean.abs() > 1e-12 * std, mean, 0.0)
     return expand_to_tokens((total - mean) / (std + epsilon), mask, torch.float32)
+
+
+def _verl_components(
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any, columns: Mapping[str, Any] | None
+) -> tuple[dict[str, Tensor], dict[str, float] | None]:
+    """Return the components and weights of GDPO that verl's arguments describe."""
+    if config is None or columns is None:
+        return {"score": outcome_scores(token_level_rewards, response_mask.bool())}, None
+    keys = config_value(config, "gdpo_reward_keys", "gdpo")
+    weights = config_value(config, "gdpo_reward_weights", "gdpo", None)
+    if not keys or any(key not in columns for key in keys):
+        raise ValueError(
+            f"gdpo: found gdpo_reward_keys={keys} and the columns {sorted(columns)}; expected the names of "
+            "rewards that are columns of non_tensor_batch."
+        )
+    if weights is not None and len(weights) != len(keys):
+        raise ValueError(f"gdpo: found {len(weights)} gdpo_reward_weights for {len(keys)} gdpo_reward_keys.")
+    components = {
+        key: torch.as_tensor(np.asarray(columns[key], dtype=np.float64), device=response_mask.device)
+        for key in keys
+    }
+    return components, None if weights is None else dict(zip(keys, weights, strict=True))
 
 
 def thrift_advantages(

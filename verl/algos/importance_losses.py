@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clamp_log_ratio, clip_range, token_loss
+from verl.algos.policy_losses import (
+    CLIP_RANGE,
+    LossAndMetrics,
+    TokenLosses,
+    clamp_log_ratio,
+    clip_range,
+    token_loss,
+)
 
 
 @token_loss("importance_sampling", vanishes_with_advantage=True)
@@ -39,6 +46,24 @@ def compute_policy_loss_gpg(
     """
     metrics = {} if old_log_prob is None else {"ppo_kl": clamp_log_ratio(old_log_prob - log_prob)}
     return TokenLosses(-advantages * log_prob, metrics)
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """Compute the loss of REINFORCE, -w A log pi, with the rollout weights w, for users.
+
+    It is `compute_policy_loss_gpg` under verl's name and with verl's arguments. `actor/ppo_kl` is the mean
+    of rollout_log_prob - log_prob.
+    """
+    batch = (rollout_log_prob, log_prob, advantages, response_mask)
+    return compute_policy_loss_gpg(*batch, loss_agg_mode, config, rollout_is_weights)
 
 
 def _weighted_score(
@@ -147,6 +172,14 @@ def compute_policy_loss_dppo_kl(
     return _weighted_score(log_prob, old_log_prob, advantages, None, config.clip_ratio_c, left_out)
 
 
+def _dro_beta(config: Any) -> float:
+    """Return policy_loss.dro_beta; raise ValueError if it is not above 0."""
+    beta = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ValueError(f"policy_loss.dro_beta: found {beta}, expected a number above 0.")
+    return float(beta)
+
+
 @token_loss("dro", reads=("policy_loss.dro_beta",))
 def compute_policy_loss_dro(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
@@ -157,7 +190,7 @@ def compute_policy_loss_dro(
     old policy. `dro_sequence` is the papers' method, with the square of a whole row's log-ratio.
     """
     log_ratio = clamp_log_ratio(log_prob - old_log_prob)
-    penalty = 0.5 * config.policy_loss.dro_beta * log_ratio.square()
+    penalty = 0.5 * _dro_beta(config) * log_ratio.square()
     return TokenLosses(-(log_prob * advantages - penalty), {"ppo_kl": -log_ratio})
 
 
@@ -178,7 +211,7 @@ def compute_policy_loss_dro_sequence(
     second term's share of the loss, as a token mean.
     """
     log_ratio = clamp_log_ratio(log_prob - old_log_prob)
-    penalty = config.policy_loss.dro_beta / 2 * log_ratio.sum(dim=-1, keepdim=True) * log_ratio
+    penalty = _dro_beta(config) / 2 * log_ratio.sum(dim=-1, keepdim=True) * log_ratio
     return TokenLosses(penalty - advantages * log_ratio, {"dro_penalty": penalty, "ppo_kl": -log_ratio})
 
 

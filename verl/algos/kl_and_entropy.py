@@ -47,11 +47,11 @@ class AdaptiveKLController(FixedKLController):
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
         super().__init__(init_kl_coef)
-        self.target_kl = target_kl
+        self.target = target_kl
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * min(n_steps, self.horizon) / self.horizon
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -59,10 +59,17 @@ class AdaptiveKLController(FixedKLController):
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
-    """Return the controller that `algorithm.kl_ctrl` {type, kl_coef, target_kl, horizon} describes."""
-    if kl_ctrl.type == "adaptive":
-        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    return FixedKLController(kl_ctrl.kl_coef)
+    """Return the controller that `algorithm.kl_ctrl` {type, kl_coef, target_kl, horizon} describes.
+
+    Raises ValueError if the type is neither fixed nor adaptive, or if the horizon is not above 0.
+    """
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type != "adaptive":
+        raise ValueError(f"kl_ctrl.type: found {kl_ctrl.type!r}, expected fixed or adaptive.")
+    if not kl_ctrl.horizon > 0:
+        raise ValueError(f"kl_ctrl.horizon: found {kl_ctrl.horizon}, expected a number above 0.")
+    return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -95,19 +102,37 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         raise ValueError(
             f"KL estimator: found {kl_penalty!r}, expected one of {', '.join(KL_PENALTIES)} ({hint})."
         )
+    value = kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+    if not kl_penalty.endswith("+"):
+        return value
+    k2 = 0.5 * (logprob - ref_logprob).square()
+    return value.detach() + (k2 - k2.detach())
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Return the value of the estimator of a name without `+`, with its own gradient; see `kl_penalty`.
+
+    Raises:
+        ValueError: there is no estimator of that name.
+    """
+    if kl_penalty not in KL_VALUES:
+        raise ValueError(f"KL estimator: found {kl_penalty!r}, expected one of {', '.join(KL_VALUES)}.")
     difference = logprob - ref_logprob
-    name = kl_penalty.removesuffix("+")
-    k2 = 0.5 * difference.square()
-    if name in ("kl", "k1"):
-        value = difference
-    elif name == "abs":
-        value = difference.abs()
-    elif name in ("mse", "k2"):
-        value = k2
-    else:
-        negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        value = (negative.exp() - negative - 1).clamp(-10.0, 10.0)
-    return value.detach() + (k2 - k2.detach()) if kl_penalty.endswith("+") else value
+    if kl_penalty in ("kl", "k1"):
+        return difference
+    if kl_penalty == "abs":
+        return difference.abs()
+    if kl_penalty in ("mse", "k2"):
+        return 0.5 * difference.square()
+    negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (negative.exp() - negative - 1).clamp(-10.0, 10.0)
+
+
+def compute_rewards(
+    token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
+) -> Tensor:
+    """Return the scores minus `kl_ratio` times the k1 estimate of the KL, all [N, R]."""
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 def compute_kl_loss(
@@ -125,7 +150,8 @@ def compute_kl_loss(
     """
     mask = response_mask.bool()
     log_prob, ref_log_prob = (x.masked_fill(~mask, 0.0) for x in (log_prob, ref_log_prob.detach()))
-    return agg_loss(kl_penalty(log_prob, ref_log_prob, kl_loss_type), mask, loss_agg_mode, denominator)
+    kl = kl_penalty(log_prob, ref_log_prob, kl_loss_type)
+    return agg_loss(kl, mask, loss_agg_mode, denominator=denominator)
 
 
 def apply_kl_penalty(

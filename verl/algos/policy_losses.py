@@ -21,14 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from verl.algos.aggregation import LOG_RATIO_LIMIT, LossDenominator, agg_loss
-from verl.algos.registry import Registry, call_with, named_inputs
+from verl.algos.registry import Registry, call_with, config_value, named_inputs
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 PolicyLossFn = Callable[..., LossAndMetrics]
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
+POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +93,22 @@ class LossTraits(NamedTuple):
 
 
 _TRAITS: dict[PolicyLossFn, LossTraits] = {}
+_GLOBAL_BATCH_KEYS = {"dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"}
+
+
+def global_batch_info(config: Any) -> dict[str, Any]:
+    """Return the keywords for `agg_loss` in `config.global_batch_info`, which verl's actor fills in.
+
+    The actor block of this project has no such field; then there are none. Raises ValueError if a name is not
+    one of `agg_loss`.
+    """
+    info = dict(config_value(config, "global_batch_info", "policy loss", None) or {})
+    unknown = set(info) - _GLOBAL_BATCH_KEYS
+    if unknown:
+        raise ValueError(
+            f"config.global_batch_info: found {sorted(unknown)}, expected {sorted(_GLOBAL_BATCH_KEYS)}."
+        )
+    return info
 
 
 def register_policy_loss(
@@ -105,7 +122,7 @@ def register_policy_loss(
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
         needs = frozenset(named_inputs(fn, required_only=True))
         _TRAITS[fn] = LossTraits(needs, select, vanishes_with_advantage)
-        return POLICY_LOSSES.register(name)(fn)
+        return POLICY_LOSS_REGISTRY.register(name)(fn)
 
     return decorate
 
@@ -115,7 +132,7 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
 
     Raises ValueError if there is none.
     """
-    return POLICY_LOSSES.get(name)
+    return POLICY_LOSS_REGISTRY.find(name)
 
 
 def loss_traits(loss_mode: str) -> LossTraits:
@@ -168,7 +185,10 @@ def token_loss(
     """Make a policy loss of a formula for each token, and register it; use it as a decorator.
 
     The formula's parameters are named after the fields of `LossInputs` that it needs. All of them are 0 where
-    nothing was sampled. The resulting loss can be called as verl's losses are.
+    nothing was sampled. The resulting loss can be called as verl's losses are: without a `denominator` it
+    takes the counts of the mini-batch from `config.global_batch_info`, and if there is no `selection` either,
+    it chooses the tokens out of its own rows, by torch's random state. The default of `loss_agg_mode` is
+    `meant_for`.
 
     Args:
         name: the name to register.
@@ -186,7 +206,7 @@ def token_loss(
             log_prob: Tensor | None = None,
             advantages: Tensor | None = None,
             response_mask: Tensor | None = None,
-            loss_agg_mode: str = "token-mean",
+            loss_agg_mode: str = meant_for or "token-mean",
             config: Any = None,
             rollout_is_weights: Tensor | None = None,
             denominator: LossDenominator | None = None,
@@ -200,6 +220,10 @@ def token_loss(
                 None if x is None else x.masked_fill(~mask, 0.0) for x in tensors
             )
             assert log_prob is not None
+            if select is not None and selection is None and denominator is None:
+                assert old_log_prob is not None and advantages is not None
+                seed = int(torch.randint(2**31, ()))
+                selection = select(log_prob, old_log_prob, advantages, mask, config, seed)
             inputs = LossInputs(
                 log_prob=log_prob,
                 response_mask=mask,
@@ -216,17 +240,21 @@ def token_loss(
             if is_weighted and rollout_is_weights is not None:
                 losses = losses * rollout_is_weights
             metrics = {
-                f"actor/{key}": agg_loss(x.detach().to(losses.dtype), mask, "token-mean", denominator)
+                f"actor/{key}": agg_loss(
+                    x.detach().to(losses.dtype), mask, "token-mean", denominator=denominator
+                )
                 for key, x in per_token.items()
             }
-            return agg_loss(losses, mask, loss_agg_mode, denominator), metrics
+            if denominator is not None:
+                return agg_loss(losses, mask, loss_agg_mode, denominator=denominator), metrics
+            return agg_loss(losses, mask, loss_agg_mode, **global_batch_info(config)), metrics
 
         loss.__name__ = formula.__name__
         loss.__doc__ = formula.__doc__
         loss.__module__ = formula.__module__
         needs = named_inputs(formula, required_only=True) & {field.name for field in fields(LossInputs)}
         _TRAITS[loss] = LossTraits(frozenset(needs), select, vanishes_with_advantage, reads, meant_for)
-        return POLICY_LOSSES.register(name)(loss)
+        return POLICY_LOSS_REGISTRY.register(name)(loss)
 
     return decorate
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-class Registry(Generic[Fn]):
-    """A table of functions by name.
+class Registry(Mapping[str, Fn]):
+    """A table of functions by name, which reads like a dict; `register` is the way to add to it.
 
-    A name of the form `package.module:function` is imported instead of looked up. A member of any Enum stands
-    for its value.
+    For `find` a name of the form `package.module:function` is imported instead of looked up, and a member of
+    any Enum stands for its value.
 
     Attributes:
         key: the configuration key that holds the name, for error messages.
@@ -28,6 +28,12 @@ class Registry(Generic[Fn]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def __getitem__(self, name: str) -> Fn:
+        return self._functions[name]
 
     def register(self, name: str | Enum) -> Callable[[Fn], Fn]:
         """Register a function under a name; use it as a decorator.
@@ -44,7 +50,7 @@ class Registry(Generic[Fn]):
 
         return decorate
 
-    def get(self, name: str | Enum) -> Fn:
+    def find(self, name: str | Enum) -> Fn:
         """Return the function of a name, or of an import path. Raises ValueError if there is none."""
         name = plain_name(name)
         if name in self._functions:
@@ -105,3 +111,18 @@ def named_inputs(fn: Callable[..., Any], required_only: bool = False) -> set[str
         for p in parameters
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and (p.default is p.empty or not required_only)
     }
+
+
+NEEDED: Any = object()
+
+
+def config_value(config: Any, name: str, label: str, default: Any = NEEDED) -> Any:
+    """Return a setting of a configuration that a user gives: a mapping, or an object with attributes.
+
+    Raises ValueError if the configuration lacks it and there is no default. `label` says in the message whose
+    function it is.
+    """
+    value = config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+    if value is NEEDED:
+        raise ValueError(f"{label}: found config={config!r}; expected one with {name}.")
+    return value

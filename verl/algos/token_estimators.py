@@ -10,6 +10,8 @@ group have reached, with G_t the sum of a row's rewards from t on:
 
 W is the energy of the gradient so far, pi_j the probability of the sampled token, rho_j its importance weight
 (`rollout_is_weights`; 1 without).
+
+The functions take verl's keywords; for `others` see `group_estimators`.
 """
 
 from __future__ import annotations
@@ -21,8 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import Groups, RunningBaseline, expand_to_tokens, outcome_scores, register_adv_est
+from verl.algos.advantages import (
+    Groups,
+    RunningBaseline,
+    expand_to_tokens,
+    outcome_scores,
+    refuse_unknown,
+    register_adv_est,
+)
 from verl.algos.aggregation import masked_whiten
+from verl.algos.registry import config_value
 
 Index = Sequence[Any] | np.ndarray
 
@@ -72,13 +82,22 @@ def compute_gae_advantage_return(
 
 @register_adv_est("reinforce_plus_plus", token_wise=True)
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    gamma: float | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages of REINFORCE++ (Hu 2025, arXiv:2501.03262) from the discounted reward-to-go.
 
     G_t = r_t + gamma * G_{t+} with t+ the next sampled token; A = (G - mean) / std, whitened over the sampled
-    tokens of the batch. Returns (A, G).
+    tokens of the batch. Returns (A, G). gamma is the argument, or without it that of `config`, as in verl.
+
+    Raises ValueError if neither is given.
     """
+    refuse_unknown("reinforce_plus_plus", others)
+    if gamma is None:
+        gamma = float(config_value(config, "gamma", "reinforce_plus_plus"))
     mask = response_mask.bool()
     rewards = token_level_rewards.masked_fill(~mask, 0.0).double()
     returns = torch.zeros_like(rewards)
@@ -93,13 +112,18 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 @register_adv_est("remax")
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages of ReMax, whose baseline is the greedy answer's score.
 
     The method is that of Li et al. 2023, arXiv:2310.10505. A_t = G_t - b, where G_t is the sum of the rewards
     from sampled token t on and b is the row's `reward_baselines` [N]. Returns (A, G).
     """
+    refuse_unknown("remax", others)
     mask = response_mask.bool()
     returns = _rewards_to_go(token_level_rewards, mask)
     advantages = (returns - reward_baselines.double().unsqueeze(-1)).masked_fill(~mask, 0.0)
@@ -135,6 +159,8 @@ def _against_optimal_baseline(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None,
     positions: Tensor,
+    handle_zero_tail: bool,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (A, G) [N, R]; tokens of a group with equal `positions` [N, R] share a baseline."""
     probs = old_log_probs.masked_fill(~mask, 0.0).double().exp()
@@ -147,8 +173,13 @@ def _against_optimal_baseline(
     rows = Groups.of(index, mask.any(dim=-1))
     cells = Groups((rows.ids.unsqueeze(-1) * mask.shape[1] + positions).flatten(), mask.flatten())
     flat = returns.flatten()
-    baseline = torch.where(cells.sum(weights) > 0, cells.mean(flat, weights), cells.mean(flat))
-    advantages = flat - torch.where(cells.count() > 1, baseline, 0.0)
+    total_weight = cells.sum(weights)
+    baseline = cells.mean(flat, weights) * (total_weight / (total_weight + epsilon))
+    baseline = torch.where(total_weight > 0, baseline, cells.mean(flat))
+    has_baseline = cells.count() > 1
+    if not handle_zero_tail:
+        has_baseline = (rows.count() > 1).unsqueeze(-1).expand(mask.shape).flatten()
+    advantages = flat - torch.where(has_baseline, baseline, 0.0)
     advantages = advantages.view(mask.shape).masked_fill(~mask, 0.0)
     return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
 
@@ -161,6 +192,9 @@ def compute_optimal_token_baseline_advantage(
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages against the optimal token baseline for single-turn answers.
 
@@ -168,11 +202,17 @@ def compute_optimal_token_baseline_advantage(
     one row of the group did (the tail of the longest one), the baseline is 0, as in verl. Where all of them
     have W = 0 (the policy was certain so far), the baseline is their plain mean, because there is no gradient
     to weigh. Returns (A, G), both [N, R].
+
+    Without `handle_zero_tail` the last row of a group that goes on has its own returns as baseline there. The
+    sum of the weights W is enlarged by `epsilon`, which is 1e-8 in verl.
     """
+    refuse_unknown("optimal_token_baseline", others)
     mask = response_mask.bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     policy = old_log_probs, sum_pi_squared, rollout_is_weights
-    return _against_optimal_baseline(token_level_rewards, mask, index, *policy, columns)
+    return _against_optimal_baseline(
+        token_level_rewards, mask, index, *policy, columns, handle_zero_tail, epsilon
+    )
 
 
 @register_adv_est("tir_optimal_token_baseline", token_wise=True)
@@ -183,6 +223,9 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages against the optimal token baseline for tool-integrated reasoning.
 
@@ -190,7 +233,10 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     documents of different lengths are compared by what they sampled. The rest is as in
     `compute_optimal_token_baseline_advantage`.
     """
+    refuse_unknown("tir_optimal_token_baseline", others)
     mask = response_mask.bool()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     policy = old_log_probs, sum_pi_squared, rollout_is_weights
-    return _against_optimal_baseline(token_level_rewards, mask, index, *policy, positions)
+    return _against_optimal_baseline(
+        token_level_rewards, mask, index, *policy, positions, handle_zero_tail, epsilon
+    )

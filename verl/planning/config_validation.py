@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.algos.advantages import is_token_wise
-from verl.algos.policy_losses import POLICY_LOSSES, loss_traits
+from verl.algos.policy_losses import POLICY_LOSS_REGISTRY, loss_traits
 from verl.config import Config, get_value
 from verl.config.checks import check_config, check_model, check_vllm_installed
 from verl.config.keys import config_error, format_value, keys_of
@@ -69,7 +69,7 @@ def settings_without_effect(config: Config) -> list[str]:
     mode = actor.policy_loss.loss_mode
     if ":" not in mode:  # a loss of the user's own may read any of them
         read_by: dict[str, list[str]] = {}
-        for name in POLICY_LOSSES:
+        for name in POLICY_LOSS_REGISTRY:
             for key in loss_traits(name).reads:
                 read_by.setdefault(f"{ACTOR}.{key}", []).append(name)
         unread |= {

@@ -11,7 +11,7 @@ from tiny_training import assert_same_gradients
 from verl.trainer.ppo.core_algos import (
     KL_PENALTIES,
     LOSS_AGG_MODES,
-    POLICY_LOSSES,
+    POLICY_LOSS_REGISTRY,
     loss_traits,
 )
 from verl.workers.actor import dp_actor
@@ -24,7 +24,10 @@ SELECTIVE = {
     "policy_loss__ipo_kl_tau": 0.1,
 }
 # Each loss in one aggregation, and each aggregation with one loss: what they do is apart (`token_loss`).
-PAIRS = [*zip(POLICY_LOSSES, cycle(LOSS_AGG_MODES), strict=False), *(("vanilla", m) for m in LOSS_AGG_MODES)]
+PAIRS = [
+    *zip(POLICY_LOSS_REGISTRY, cycle(LOSS_AGG_MODES), strict=False),
+    *(("vanilla", m) for m in LOSS_AGG_MODES),
+]
 LOSSES = {
     f"{loss}, {mode}": {"policy_loss__loss_mode": loss, "loss_agg_mode": mode, **SELECTIVE}
     for loss, mode in PAIRS
@@ -85,7 +88,7 @@ def test_rule_5_every_split_gives_the_same_loss_and_gradient(factory, whole, cas
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("loss", list(POLICY_LOSSES))
+@pytest.mark.parametrize("loss", list(POLICY_LOSS_REGISTRY))
 def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
     """Whatever old_log_probs say: they are those of these weights, and are not read."""
     settings = {"policy_loss__loss_mode": loss, **SELECTIVE}
@@ -101,7 +104,7 @@ def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
 
 
 @pytest.mark.parametrize(
-    "loss", [loss for loss in POLICY_LOSSES if loss_traits(loss).vanishes_with_advantage]
+    "loss", [loss for loss in POLICY_LOSS_REGISTRY if loss_traits(loss).vanishes_with_advantage]
 )
 def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(factory, monkeypatch, loss):
     settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
@@ -121,7 +124,7 @@ def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(fact
     assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSSES if loss != "sft"])
+@pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSS_REGISTRY if loss != "sft"])
 def test_rollout_weights_of_2_make_the_policy_loss_twice_as_large(factory, loss):
     batch = full_batch()
     settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}

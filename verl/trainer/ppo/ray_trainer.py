@@ -46,9 +46,11 @@ from verl.trainer.ppo.health import HealthFinding, HealthMonitor, check_updates
 from verl.trainer.ppo.held_out import HeldOutSets
 from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
-from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.ppo.stream import RolloutStream, weight_folder
+from verl.trainer.ppo.user_loops import apply_kl_penalty as apply_kl_penalty  # where verl has these three
+from verl.trainer.ppo.user_loops import compute_advantage as compute_advantage
+from verl.trainer.ppo.user_loops import compute_response_mask as compute_response_mask
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.trainer.rewinds import CollapseSeen, step_before
 from verl.utils.announcing import announce

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -361,38 +360,6 @@ def add_advantages(
         running_baseline.update(tensors["token_level_rewards"], mask, inputs.baseline_keys)
     mask_rejected_tokens(batch)
     return metrics
-
-
-def compute_advantage(
-    data: DataProto,
-    adv_estimator: str | Enum,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    num_repeat: int = 1,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> DataProto:
-    """Add advantages and returns to a batch, as verl's function of this name does.
-
-    This is for users' own trainers; the trainer here uses `add_advantages`. The batch must have
-    token_level_rewards and what the estimator needs (uid, values, ...). `num_repeat` has no effect, as in
-    verl.
-    """
-    tensors = data.tensors
-    if "response_mask" not in tensors:
-        tensors["response_mask"] = tensors["attention_mask"][:, -tensors["responses"].shape[1] :]
-    inputs = AdvantageInputs(
-        tensors["token_level_rewards"],
-        tensors["response_mask"],
-        data.non_tensor_batch.get("uid"),
-        gamma=gamma,
-        lam=lam,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-        config=config,
-        **{name: tensors[name] for name in ESTIMATOR_COLUMNS if name in tensors},
-    )
-    tensors["advantages"], tensors["returns"] = estimate_advantages(adv_estimator, inputs)
-    return data
 
 
 def advantage_inputs(

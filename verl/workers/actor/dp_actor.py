@@ -213,8 +213,8 @@ class PolicyObjective:
         mode = self.config.loss_agg_mode
         denominator = self.mini_batch.denominator.of_rows(micro_batch.rows)
         entropy = entropy if self.entropy_coeff else entropy.detach()
-        mean_entropy = agg_loss(entropy.detach(), mask, "token-mean", denominator)
-        entropy_loss = agg_loss(entropy, mask, mode, denominator)
+        mean_entropy = agg_loss(entropy.detach(), mask, "token-mean", denominator=denominator)
+        entropy_loss = agg_loss(entropy, mask, mode, denominator=denominator)
         terms = [
             ("actor/entropy", 0.0, mean_entropy),
             ("actor/entropy_loss", -self.entropy_coeff, entropy_loss),

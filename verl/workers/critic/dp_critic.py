@@ -110,7 +110,9 @@ class ValueObjective:
         metrics = {
             "critic/vf_loss": loss.detach(),
             "critic/vf_clipfrac": clip_fraction,
-            "critic/vpred_mean": agg_loss(vpreds.detach(), micro_batch.mask, "token-mean", denominator),
+            "critic/vpred_mean": agg_loss(
+                vpreds.detach(), micro_batch.mask, "token-mean", denominator=denominator
+            ),
         }
         return MicroBatchLoss(loss, metrics)
 
