@@ -40,12 +40,23 @@ class VerlBatchMethods:
         self.non_tensor_batch = padded.non_tensor_batch
 
     def make_iterator(
-        self: Any, mini_batch_size: int, epochs: int, seed: int | None = None, shuffle: bool = False
+        self: Any,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+        *,
+        shuffle: bool = False,
     ) -> Iterator[Any]:
         """Yield mini-batches of exactly `mini_batch_size` rows, `epochs` times over all rows.
 
-        With `shuffle` each epoch has its own order, drawn from `seed` alone.
+        With `shuffle` each epoch has its own order, drawn from `seed` alone. verl writes it as
+        dataloader_kwargs={"shuffle": True}; nothing else of a DataLoader is there.
         """
+        settings = dict(dataloader_kwargs or {})
+        shuffle = bool(settings.pop("shuffle", shuffle))
+        if settings:
+            raise ValueError(f"dataloader_kwargs: found {sorted(settings)}, expected shuffle or nothing.")
         num_rows = len(self)
         if mini_batch_size < 1 or num_rows % mini_batch_size:
             raise ValueError(f"{num_rows} rows cannot be cut into mini-batches of {mini_batch_size}")

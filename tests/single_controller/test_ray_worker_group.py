@@ -63,6 +63,24 @@ def test_a_group_is_built_with_verls_arguments(ray_backend):
         assert group.scale(sample_batch(2), offset=1).batch["y"].tolist() == [1, 4]
 
 
+class ReadsVariables(Worker):
+    @register()
+    def variables(self, names):
+        return [os.environ.get(name) for name in names]
+
+
+def test_worker_env_reaches_each_process(ray_backend):
+    """As verl 0.9.1's tests/single_controller/test_ray_local_envs_on_cpu.py wants it."""
+    group = ray_backend.RayWorkerGroup(
+        ray_backend.RayResourcePool([2]),
+        ClassWithInitArgs(ReadsVariables),
+        worker_env={"test_key": "test_value", "HF_TOKEN": "a secret"},
+    )
+    with group:
+        read = group.variables(["test_key", "HF_TOKEN", "RAY_LOCAL_WORLD_SIZE"])
+        assert read == [["test_value", "a secret", "2"]] * 2
+
+
 def test_roles_of_one_pool_live_in_the_same_processes(groups):
     pids = groups["scale"].pid()
     assert pids == groups["sum"].pid()

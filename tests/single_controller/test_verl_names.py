@@ -7,6 +7,7 @@ v0.2 tests/ray/test_colocated_workers.py and tests/utility/test_tensor_dict_util
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from verl.protocol import (
     union_numpy_dict,
     union_tensor_dict,
 )
-from verl.single_controller.base import ClassWithInitArgs, Worker
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker
 from verl.single_controller.base.decorator import (
     DISPATCH_MODE_FN_REGISTRY,
     Dispatch,
@@ -212,5 +213,63 @@ def test_a_subclass_makes_batches_of_its_own_kind():
     assert type(Custom.from_single_dict({"x": torch.tensor([0])})) is Custom
 
 
-def test_the_data_set_of_runs_has_verls_name():
-    assert RLHFDataset is DatasetOfRuns
+def rows_of_numbers(num_rows: int) -> list[dict]:
+    prompt = [{"role": "user", "content": "a b"}]
+    return [
+        {"prompt": prompt, "data_source": "nq", "reward_model": {"ground_truth": str(number)}}
+        for number in range(num_rows)
+    ]
+
+
+def test_the_data_set_of_runs_has_verls_name_and_verls_arguments(tmp_path):
+    """As verl 0.9.1's trainer makes it (verl/utils/dataset/rl_dataset.py), whose config has more keys."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_of_numbers(5)))
+    config = {"prompt_key": "prompt", "max_prompt_length": 8, "tokenizer": None, "cache_dir": "~/cache"}
+
+    def answers(**arguments):
+        rows = RLHFDataset(data_files=str(file), tokenizer=None, **arguments).rows
+        return [row["reward_model"]["ground_truth"] for row in rows]
+
+    assert issubclass(RLHFDataset, DatasetOfRuns)
+    assert answers(config=config, processor=None, max_samples=-1) == list("01234")
+    assert answers(config=config, max_samples=2) == list("01")
+    drawn = np.random.default_rng(3).choice(5, size=2, replace=False)
+    shuffled = config | {"shuffle": True, "seed": 3}
+    assert answers(config=shuffled, max_samples=2) == [str(number) for number in drawn]
+    assert len(RLHFDataset(parquet_files=[str(file)], tokenizer=None, prompt_key="prompt")) == 5
+    with pytest.raises(ValueError, match="processor: found one"):
+        answers(config=config, processor=object())
+    with pytest.raises(ValueError, match="Found a config and prompt_key"):
+        answers(config=config, prompt_key="prompt")
+    with pytest.raises(ValueError, match="Found 0 of data_files and parquet_files"):
+        RLHFDataset(tokenizer=None, config=config)
+
+
+def test_a_batch_makes_an_iterator_from_verls_arguments():
+    shuffled = list(batch(4).make_iterator(2, epochs=1, seed=1, dataloader_kwargs={"shuffle": True}))
+    same = list(batch(4).make_iterator(2, epochs=1, seed=1, shuffle=True))
+    assert [part.batch["x"].tolist() for part in shuffled] == [part.batch["x"].tolist() for part in same]
+    with pytest.raises(ValueError, match=r"dataloader_kwargs: found \['drop_last'\]"):
+        next(batch(4).make_iterator(2, 1, dataloader_kwargs={"drop_last": True}))
+
+
+def test_ranks_know_how_many_there_are_on_their_node_under_verls_name_too():
+    environments = ResourcePool([2, 1]).variables("address", 1)
+    assert [environment["RAY_LOCAL_WORLD_SIZE"] for environment in environments] == ["2", "2", "1"]
+
+
+@pytest.mark.ray
+def test_worker_env_must_not_replace_what_the_group_sets():
+    """As verl 0.9.1's tests/single_controller/test_ray_local_envs_on_cpu.py wants it."""
+    pytest.importorskip("ray")
+    from verl.single_controller.ray.base import RayResourcePool, RayWorkerGroup
+
+    pool = RayResourcePool([4], False, "prefix", 3)
+    with pytest.raises(ValueError, match="worker_env: found WORLD_SIZE, which the group sets"):
+        RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=ClassWithInitArgs(Worker),
+            name_prefix="group",
+            worker_env={"WORLD_SIZE": "100", "test_key": "test_value"},
+        )

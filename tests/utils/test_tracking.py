@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from verl.utils.tracking import Tracking, has_wandb_key
+from verl.utils.tracking import Backend, Tracking, has_wandb_key
 
 
 def track(tmp_path, *loggers: str, first_step: int = 0) -> Tracking:
@@ -32,6 +32,21 @@ def test_verls_call_prints_verls_line(capsys):
     tracking.log(data={"actor/lr": 1e-6, "em": 0.5}, step=3)
     tracking.finish()
     assert capsys.readouterr().out == "step:3 - actor/lr:1e-06 - em:0.5\n"
+
+
+def test_metrics_go_to_the_backends_that_are_named_and_wandb_gets_the_status(capsys):
+    """verl 0.9.1: Tracking.log(data, step, backend=None), Tracking.finish(exit_code=0)."""
+    tracking = Tracking("p", "e", "console")
+    logged = []
+    statuses = []
+    tracking.backends["other"] = Backend(lambda metrics, step: logged.append(step), statuses.append)
+    tracking.log({"em": 0.5}, step=1, backend=["other"])
+    tracking.log({"em": 0.5}, step=2, backend="console")
+    assert logged == [1] and capsys.readouterr().out == "step:2 - em:0.5\n"
+    with pytest.raises(ValueError, match="backend: found wandb; expected any of console, other"):
+        tracking.log({"em": 0.5}, step=3, backend="wandb")
+    tracking.finish(exit_code=3)
+    assert statuses == [3]
 
 
 def test_unknown_and_missing_loggers_are_named(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ class ResourcePoolManager:
                 pool: ResourcePool = RayResourcePool(
                     process_on_nodes,
                     use_gpu,
-                    self.num_cpus_per_process,
+                    num_cpus_per_process=self.num_cpus_per_process,
                     gpus_per_process=self.engine_pools.get(name, 1),
                     strategy="PACK" if is_of_engines else "STRICT_SPREAD",
                 )

@@ -21,6 +21,7 @@ from verl.single_controller.base.worker_group import (
 )
 
 _PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+_PLACE["RAY_LOCAL_WORLD_SIZE"] = "1"  # verl's name
 
 
 class LocalWorkerGroup(WorkerGroup):

@@ -30,7 +30,7 @@ class Backend(NamedTuple):
     """
 
     log: Callable[[Mapping[str, float], int], object]
-    finish: Callable[[], object]
+    finish: Callable[[int], object]
     log_table: Callable[[str, Sequence[Mapping[str, Any]], int], object] = lambda *_: None
 
 
@@ -61,7 +61,7 @@ class Tracking:
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else default_backend
         makers: dict[str, Callable[[], Backend]] = {
-            "console": lambda: Backend(_console, lambda: None),
+            "console": lambda: Backend(_console, lambda _: None),
             "wandb": lambda: _wandb(project_name, experiment_name, Path(run_dir), config or {}),
             "tensorboard": lambda: _tensorboard(Path(run_dir), first_step),
             "mlflow": lambda: _mlflow(project_name, experiment_name, config or {}),
@@ -71,25 +71,39 @@ class Tracking:
             raise ValueError(
                 f"Found {', '.join(unknown)} in trainer.logger; expected any of {', '.join(makers)}."
             )
-        self.backends = [makers[name]() for name in dict.fromkeys(names)]
+        self.backends = {name: makers[name]() for name in names}
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
-        """Report the metrics of one step to all backends."""
-        for backend in self.backends:
-            backend.log(data, step)
+    def log(self, data: Mapping[str, float], step: int, backend: str | Sequence[str] | None = None) -> None:
+        """Report the metrics of one step to all backends, or to those that `backend` names.
+
+        Raises ValueError if a name is not one of this run's backends.
+        """
+        names = [backend] if isinstance(backend, str) else backend
+        unknown = [name for name in names or () if name not in self.backends]
+        if unknown:
+            raise ValueError(
+                f"backend: found {', '.join(unknown)}; expected any of {', '.join(self.backends)}."
+            )
+        for name in self.backends if names is None else names:
+            self.backends[name].log(data, step)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Report a table (of trajectories), where the backend can show one, as wandb can.
 
         `rows` must not be empty.
         """
-        for backend in self.backends:
+        for backend in self.backends.values():
             backend.log_table(name, rows, step)
 
-    def finish(self) -> None:
-        """Close all backends; it is safe to call this twice."""
+    def finish(self, exit_code: int = 0) -> None:
+        """Close all backends; it is safe to call this twice.
+
+        Args:
+            exit_code: the status that wandb shows for the run.
+        """
         while self.backends:
-            self.backends.pop().finish()
+            _, backend = self.backends.popitem()
+            backend.finish(exit_code)
 
 
 def _console(metrics: Mapping[str, float], step: int) -> None:
@@ -120,7 +134,11 @@ def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mappi
         cells = [list(row.values()) for row in rows]
         run.log({name: wandb.Table(list(rows[0]), cells, allow_mixed_types=True)}, step=step)
 
-    return Backend(lambda metrics, step: run.log(dict(metrics), step=step), run.finish, log_table)
+    return Backend(
+        lambda metrics, step: run.log(dict(metrics), step=step),
+        lambda exit_code: run.finish(exit_code=exit_code),
+        log_table,
+    )
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Backend:
@@ -135,7 +153,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Backend:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    return Backend(log, writer.close)
+    return Backend(log, lambda _: writer.close())
 
 
 def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) -> Backend:
@@ -148,7 +166,7 @@ def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) 
     def log(metrics: Mapping[str, float], step: int) -> None:
         mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
 
-    return Backend(log, mlflow.end_run)
+    return Backend(log, lambda _: mlflow.end_run())
 
 
 def has_wandb_key() -> bool:

@@ -104,6 +104,7 @@ class ResourcePool:
         for rank, (node, local_rank) in enumerate(self.rank_positions):
             numbers = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank}
             numbers["LOCAL_WORLD_SIZE"] = self.process_on_nodes[node]
+            numbers["RAY_LOCAL_WORLD_SIZE"] = self.process_on_nodes[node]  # verl's name for the same
             environments.append(meeting | {name: str(number) for name, number in numbers.items()})
         return environments
 

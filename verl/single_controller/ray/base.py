@@ -13,7 +13,7 @@ again, since a new process would have lost its state: shut the group down and bu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from verl.single_controller.ray.deaths import ProcessPlace
 from verl.single_controller.ray.environment import (
     DRIVER_ONLY,
     PROCESS_NAME,
+    SECRETS,
     carried_variables,
     collective_variables,
     import_path,
@@ -60,11 +61,11 @@ class RayResourcePool(ResourcePool):
         self,
         process_on_nodes: Sequence[int],
         use_gpu: bool = False,
-        num_cpus_per_process: float = 0.25,
-        *,
-        gpus_per_process: int = 1,
-        name_prefix: str = "",
+        name_prefix: str | None = None,
         max_colocate_count: int = 1,
+        *,
+        num_cpus_per_process: float = 0.25,
+        gpus_per_process: int = 1,
         strategy: str = "STRICT_SPREAD",
     ) -> None:
         super().__init__(process_on_nodes, use_gpu)
@@ -157,6 +158,10 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: the worker class with its arguments.
         name_prefix: the group's name in messages, for processes without names.
         device_name: has no effect; the pool says what the device is.
+        worker_env: environment variables for each process, set before its Python starts. They go before those
+            that are carried from the driver.
+
+    Raises ValueError if `worker_env` has a variable that the group sets itself, such as RANK.
     """
 
     def __init__(
@@ -164,10 +169,15 @@ class RayWorkerGroup(WorkerGroup):
         resource_pool: ResourcePool,
         ray_cls_with_init: ClassWithInitArgs,
         *,
-        name_prefix: str = "",
+        name_prefix: str | None = None,
         device_name: str = "",
+        worker_env: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(resource_pool.world_size, ray_cls_with_init.cls, name_prefix)
+        self._worker_env = dict(worker_env or {})
+        protected = sorted({*self._worker_env} & ({*resource_pool.variables("", 0)[0]} | {PROCESS_NAME}))
+        if protected:
+            raise ValueError(f"worker_env: found {', '.join(protected)}, which the group sets; leave it out.")
+        super().__init__(resource_pool.world_size, ray_cls_with_init.cls, name_prefix or "")
         self._names = resource_pool.names
         if self._names is None:
             self._who = [f"rank {rank} of worker group {self.name!r}" for rank in range(self.world_size)]
@@ -189,6 +199,7 @@ class RayWorkerGroup(WorkerGroup):
     def _create_actors(self, pool: RayResourcePool, place: PlacementGroup) -> list[Any]:
         actors = []
         common = {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
+        common |= {name: x for name, x in self._worker_env.items() if not SECRETS.fullmatch(name)}
         if self._names is not None:
             wait_until_free(self._names.namespace, [self._names.full(who) for who in self._who])
         for rank, (node, _) in enumerate(pool.rank_positions):
@@ -216,11 +227,10 @@ class RayWorkerGroup(WorkerGroup):
         several_nodes = len({place.node for place in self._rank_places}) > 1
         first = self._rank_places[0]
         environments = pool.variables(first.address, first.port)
+        own = secret_variables() | self._worker_env
         refs = []
         for actor, variables in zip(self._actors, environments, strict=True):
-            refs.append(
-                actor.make_worker.remote(cls_with_init, secret_variables() | variables, several_nodes)
-            )
+            refs.append(actor.make_worker.remote(cls_with_init, own | variables, several_nodes))
         self._resolver("__init__")(refs)
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
