@@ -17,8 +17,8 @@ import numpy as np
 
 from search_r1.search.bm25.analysis import normalize, words
 from search_r1.search.bm25.build import build_index
-from search_r1.search.bm25.index import K1, B, Index, idf, inverse_norms
-from search_r1.search.bm25.kernel import WINDOW, search
+from search_r1.search.bm25.index import BLOCK_WIDTH, K1, B, Index, idf, inverse_norms
+from search_r1.search.bm25.kernel import BLOCKS_START, GROUP, WINDOW, search
 from search_r1.search.corpus import Corpus
 from search_r1.search.corpus_files import sidecar_path
 from search_r1.search.manifest import MappedFiles, check_manifest
@@ -147,10 +147,14 @@ class _Searcher:
         self._index = index
         self._inverse_norms = norms
         self._skip_terms = np.append(index.skip_terms, -1)
+        self._block_terms = np.append(index.block_terms, -1)
         width = min(WINDOW, index.header.num_documents)
         self._sums = np.full(width, -1.0)
-        self._totals = np.empty(width)
+        self._totals = np.empty(max(width, BLOCK_WIDTH))
         self._touched = np.empty(width + 1, dtype=np.int64)
+        num_groups = -(-index.block_shares.shape[1] // GROUP)
+        self._bounds = np.zeros((GROUP, num_groups), dtype=np.float32)
+        self._tops = np.empty(num_groups, dtype=np.float32)
         self.search([Counter([0])], 1)  # loads or compiles the kernel
 
     def search(self, queries: list[Counter[int]], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -164,16 +168,22 @@ class _Searcher:
         weights = counts * idf(index.header.num_filled, stops - starts)
         bounds = weights - weights / (np.float32(1) + index.highest[ids])
         by_bound = np.lexsort((-bounds, np.repeat(np.arange(len(queries)), sizes)))
-        skip_of = np.searchsorted(index.skip_terms, ids)
-        skip_of = np.where(self._skip_terms[skip_of] == ids, skip_of, -1)
+        skip_of = _find(ids, self._skip_terms)
+        block_of = _find(ids, self._block_terms)
         rows = np.empty((len(queries), topk), dtype=np.int64)
         scores = np.empty((len(queries), topk), dtype=np.float32)
         num_found = np.empty(len(queries), dtype=np.int64)
         search(
             starts[by_bound], stops[by_bound], weights[by_bound], bounds[by_bound], skip_of[by_bound],
-            np.concatenate([[0], np.cumsum(sizes)]), topk,
+            block_of[by_bound], np.concatenate([[0], np.cumsum(sizes)]), topk, BLOCKS_START,
             index.documents, index.codes, index.pairs, index.rare_at, index.rare_frequency, index.norms,
-            index.skips, self._inverse_norms, self._sums, self._totals, self._touched, rows, scores,
-            num_found,
+            index.skips, index.block_shares, self._inverse_norms, self._sums, self._totals, self._touched,
+            self._bounds, self._tops, rows, scores, num_found,
         )  # fmt: skip
         return [(rows[i, :count], scores[i, :count]) for i, count in enumerate(num_found.tolist())]
+
+
+def _find(ids: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    """Return the position of each id among ascending ones that end in a -1, and -1 for others."""
+    positions = np.searchsorted(ascending[:-1], ids)
+    return np.where(ascending[positions] == ids, positions, -1)

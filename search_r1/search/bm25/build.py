@@ -27,9 +27,13 @@ import numpy as np
 
 from search_r1.search.bm25.analysis import normalize, words
 from search_r1.search.bm25.index import (
+    BLOCK_BITS,
+    BLOCK_WIDTH,
+    BLOCKED_SHARE,
     HEADER_NAME,
     MIN_SKIPPED,
     RARE_CODE,
+    SHARE_STEPS,
     SKIP_WIDTH,
     IndexHeader,
     encode_lengths,
@@ -44,6 +48,7 @@ MAX_TOKENS = 1 << 23  # the most tokens of a part
 BYTES_PER_TOKEN = 400  # memory that a process needs at worst, when each token is another term
 BYTES_PER_POSTING = 32  # memory that it takes to write a range of terms
 NORMALIZED_WORDS = 1 << 18  # words that a process remembers from part to part, about 50 MB
+SHARE_MARGIN = 1e-3  # of a step; more than a float32 score is wrong
 MAX_FREQUENCY = 255  # a posting of this frequency or more has no code of its own
 
 _normalize = lru_cache(NORMALIZED_WORDS)(normalize)
@@ -257,18 +262,20 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
     code_of_pair = np.full(1 << 16, RARE_CODE, dtype=np.uint8)
     code_of_pair[chosen] = np.arange(len(chosen))
 
-    documents_file, codes_file = (
-        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (int(posting_starts[-1]),))
-        for name, dtype in (("documents", np.uint32), ("codes", np.uint8))
-    )
+    postings_shape = (int(posting_starts[-1]),)
+    documents_file = _new_array(folder, "documents", np.uint32, postings_shape)
+    codes_file = _new_array(folder, "codes", np.uint8, postings_shape)
     factors = inverse_norms(num_tokens / num_filled)
     num_blocks = -(-len(norms) // SKIP_WIDTH)
     block_starts = np.arange(num_blocks + 1, dtype=np.int64) * SKIP_WIDTH
+    skip_terms = np.flatnonzero(num_postings * SKIP_WIDTH >= MIN_SKIPPED * len(norms))
+    skips_file = _new_array(folder, "skips", np.uint32, (len(skip_terms), num_blocks + 1))
+    block_terms = np.flatnonzero(num_postings * BLOCKED_SHARE >= len(norms))
+    shares_shape = (len(block_terms), -(-len(norms) // BLOCK_WIDTH))
+    shares_file = _new_array(folder, "block_shares", np.uint8, shares_shape)
     highest = []
     rare_at = []
     rare_frequency = []
-    skip_terms = []
-    skips = [np.zeros((0, num_blocks + 1), np.uint32)]
     for first, stop, documents, frequencies in _gather(parts, posting_starts, max_postings):
         offset = int(posting_starts[first])
         starts = posting_starts[first : stop + 1] - offset
@@ -276,16 +283,21 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
         codes = code_of_pair[np.minimum(frequencies, MAX_FREQUENCY) << 8 | norm]
         documents_file[offset : offset + len(documents)] = documents
         codes_file[offset : offset + len(documents)] = codes
-        highest.append(np.maximum.reduceat(frequencies.astype(np.float32) * factors[norm], starts[:-1]))
+        products = frequencies.astype(np.float32) * factors[norm]
+        highest.append(np.maximum.reduceat(products, starts[:-1]))
         rare_at.append(np.flatnonzero(codes == RARE_CODE) + offset)
         rare_frequency.append(frequencies[codes == RARE_CODE])
-        frequent = np.flatnonzero(np.diff(starts) * SKIP_WIDTH >= MIN_SKIPPED * len(norms))
-        skip_terms.append(frequent + first)
-        blocks = [np.searchsorted(documents[starts[t] : starts[t + 1]], block_starts) for t in frequent]
-        skips.append(np.array(blocks, dtype=np.uint32).reshape(-1, num_blocks + 1))
+        for row in range(*np.searchsorted(skip_terms, [first, stop])):
+            term = skip_terms[row] - first
+            skips_file[row] = np.searchsorted(documents[starts[term] : starts[term + 1]], block_starts)
+        for row in range(*np.searchsorted(block_terms, [first, stop])):
+            term = block_terms[row] - first
+            postings = slice(starts[term], starts[term + 1])
+            shares_file[row] = _bound_blocks(documents[postings], products[postings], len(norms))
         progress("writing the postings", int(posting_starts[stop]), int(posting_starts[-1]))
-    documents_file.flush()
-    codes_file.flush()
+    for file in (documents_file, codes_file, skips_file, shares_file):
+        if isinstance(file, np.memmap):
+            file.flush()
     arrays = {
         "norms": norms,
         "term_starts": term_starts,
@@ -294,11 +306,35 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
         "highest": np.concatenate(highest),
         "rare_at": np.concatenate(rare_at),
         "rare_frequency": np.concatenate(rare_frequency),
-        "skip_terms": np.concatenate(skip_terms),
-        "skips": np.concatenate(skips),
+        "skip_terms": skip_terms,
+        "block_terms": block_terms,
     }
     _save(folder, arrays)
     return IndexHeader(len(norms), num_filled, num_tokens, num_terms, int(posting_starts[-1]))
+
+
+def _new_array(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array that is a new file of the index. One without values is written at once."""
+    path = folder / f"{name}.npy"
+    if 0 in shape:  # it can't be mapped
+        np.save(path, np.zeros(shape, dtype))
+        return np.zeros(shape, dtype)
+    return np.lib.format.open_memmap(path, "w+", dtype, shape)
+
+
+def _bound_blocks(documents: np.ndarray, products: np.ndarray, num_documents: int) -> np.ndarray:
+    """Return the largest score of a term in each block of documents: uint8, in steps of its weight.
+
+    A share of the weight is rounded up by more than float32 scores are wrong. `products` are the frequencies
+    times inverse_norm of the term's postings.
+    """
+    shares = np.zeros(-(-num_documents // BLOCK_WIDTH), dtype=np.uint8)
+    blocks = (documents >> BLOCK_BITS).astype(np.int64)
+    first_of_block = np.flatnonzero(np.diff(blocks, prepend=-1))
+    highest = np.maximum.reduceat(products, first_of_block).astype(np.float64)
+    steps = np.ceil(highest / (1 + highest) * SHARE_STEPS + SHARE_MARGIN)
+    shares[blocks[first_of_block]] = np.minimum(steps, SHARE_STEPS)
+    return shares
 
 
 def _gather(

@@ -9,6 +9,8 @@
     highest.npy                    float32, each term's highest frequency * inverse_norm
     norms.npy                      uint8, the length of each document (see encode_lengths)
     skip_terms.npy, skips.npy      for frequent terms the posting at which each SKIP_WIDTH of documents begins
+    block_terms.npy, block_shares.npy  uint8, for very frequent terms the highest score in each BLOCK_WIDTH of
+                                   documents: in 255ths of the term's weight, rounded up; 0 if none has it
     index.json                     counts and versions; written last
 
 A code stands for frequency and length. So a term's scores are a table of 256 numbers for each query, and the
@@ -85,12 +87,16 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(nogil=True)(function)
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_NAME = "index.json"
 RARE_CODE = 255
-SKIP_BITS = 12
+SKIP_BITS = 9
 SKIP_WIDTH = 1 << SKIP_BITS  # documents
-MIN_SKIPPED = 8  # a term has skips if it has this many postings in SKIP_WIDTH documents, on average
+MIN_SKIPPED = 1  # a term has skips if it has this many postings in SKIP_WIDTH documents, on average
+BLOCK_BITS = 2
+BLOCK_WIDTH = 1 << BLOCK_BITS  # documents
+BLOCKED_SHARE = 40  # a term has bounds of blocks if one of this many documents has it, so it has skips, too
+SHARE_STEPS = 255
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,8 @@ class Index:
     norms: np.ndarray
     skip_terms: np.ndarray
     skips: np.ndarray
+    block_terms: np.ndarray
+    block_shares: np.ndarray
 
     @classmethod
     def open(cls, folder: Path) -> Index:

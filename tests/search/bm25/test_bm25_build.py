@@ -6,11 +6,12 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bm25_reference import Reference
 
 from search_r1.search.bm25 import build, build_index
-from search_r1.search.bm25.index import Index
+from search_r1.search.bm25.index import BLOCK_WIDTH, BLOCKED_SHARE, SHARE_STEPS, Index
 from search_r1.search.corpus import Corpus
 
 
@@ -76,6 +77,26 @@ def test_the_index_holds_what_the_texts_say(corpus, tmp_path, in_pieces):
         assert index.documents[start:stop].tolist() == holding
     for term in ("", "a", "w1", "w1éé", "zzz", "京京"):
         assert index.find_term(term) == -1
+
+
+def test_no_score_is_above_the_bound_of_its_block(corpus, tmp_path, in_pieces):
+    built(corpus, tmp_path / "index")
+    index = Index.open(tmp_path / "index")
+    reference = Reference(texts(600))
+    num_frequent = 0
+    for number, frequency in enumerate(index.posting_starts[1:] - index.posting_starts[:-1]):
+        num_frequent += bool(frequency * BLOCKED_SHARE >= 600)
+        assert (frequency * BLOCKED_SHARE >= 600) == (number in index.block_terms)
+    assert len(index.block_terms) == num_frequent > 20
+    for term in ("w1é", "w2é", "東"):
+        shares = index.block_shares[np.searchsorted(index.block_terms, index.find_term(term))]
+        highest = np.zeros(len(shares))
+        for row, document in enumerate(reference.documents):
+            product = float(document[term] * reference.inverse_norms[row])
+            block = row // BLOCK_WIDTH
+            highest[block] = max(highest[block], product / (1 + product) * SHARE_STEPS)
+        assert np.all((shares >= highest) & (shares <= highest + 1.01))
+        assert np.all((shares == 0) == (highest == 0))
 
 
 def test_a_part_that_was_half_written_is_made_again(corpus, tmp_path, in_pieces):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 from bm25_reference import Reference, corpus_of
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from search_r1.search.bm25 import BM25Retriever
@@ -27,9 +28,15 @@ def small_windows(monkeypatch):
     monkeypatch.setattr("search_r1.search.bm25.bm25_retriever.WINDOW", 64)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture(params=[math.inf, -math.inf], ids=["by documents", "by blocks"])
+def way(request, monkeypatch):
+    """Answer by documents, or by blocks, whatever it costs."""
+    monkeypatch.setattr("search_r1.search.bm25.bm25_retriever.BLOCKS_START", request.param)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(TEXT, min_size=1, max_size=60), st.lists(QUERY, min_size=1, max_size=4), st.integers(1, 70))
-def test_answers_are_those_of_looking_at_every_document(texts, queries, topk):
+def test_answers_are_those_of_looking_at_every_document(way, texts, queries, topk):
     texts = [*texts, "fox"]  # at least one word
     retriever = BM25Retriever(corpus_of(texts))
     reference = Reference(texts)
@@ -48,8 +55,8 @@ def zipf_texts(count: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("topk", [1, 3, 1000])
-def test_pruning_over_many_windows_loses_nothing(seed, topk, small_windows):
+@pytest.mark.parametrize("topk", [1, 3, 64, 1000])
+def test_pruning_over_many_windows_loses_nothing(seed, topk, way, small_windows):
     texts = zipf_texts(1500, seed)
     retriever = BM25Retriever(corpus_of(texts))
     reference = Reference(texts)
@@ -59,13 +66,13 @@ def test_pruning_over_many_windows_loses_nothing(seed, topk, small_windows):
         assert answer(retriever, query, topk) == reference.search(query, topk)
 
 
-def test_a_query_of_16_000_characters_is_answered(small_windows):
+def test_a_query_of_16_000_characters_is_answered(way, small_windows):
     texts = zipf_texts(300, seed=5)
     query = " ".join(f"w{i % 450}" for i in range(3500))[:16_000]
     assert answer(BM25Retriever(corpus_of(texts)), query, 10) == Reference(texts).search(query, 10)
 
 
-def test_frequencies_and_lengths_beyond_the_codes_count_in_full():
+def test_frequencies_and_lengths_beyond_the_codes_count_in_full(way):
     # More than 255 different (frequency, length) pairs, and frequencies above 255 and 65,535.
     texts = [f"{'fox ' * i}{'owl ' * (3 * i % 1000)}" for i in range(1, 400)]
     texts += ["fox " * 300 + "owl", "fox " * 70_000, "fox " * 255, "fox " * 256, "fox " * 254]
@@ -73,10 +80,27 @@ def test_frequencies_and_lengths_beyond_the_codes_count_in_full():
     reference = Reference(texts)
     assert len(retriever._index.rare_at) > 0
     for query in ("fox", "owl", "fox owl owl"):
-        assert answer(retriever, query, 500) == reference.search(query, 500)
+        for topk in (5, 500):
+            assert answer(retriever, query, topk) == reference.search(query, topk)
 
 
-def test_equal_scores_keep_the_order_of_the_corpus(small_windows):
+def test_equal_scores_keep_the_order_of_the_corpus(way, small_windows):
     retriever = BM25Retriever(corpus_of(["other words"] + ["the same text"] * 500 + ["same"]))
     for topk in (1, 3, 64, 65, 499):
         assert [row for row, _ in answer(retriever, "text", topk)] == list(range(1, topk + 1))
+
+
+def test_a_query_of_frequent_words_alone_is_answered_by_blocks(monkeypatch):
+    searched_by_blocks = []
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(["fox", "owl", "bear"], k=20)) for _ in range(20_000)]
+    retriever = BM25Retriever(corpus_of(texts))
+    bounds = retriever._searchers[0]._bounds
+    for query in ("fox owl", "bear"):
+        bounds[:] = 0
+        answer(retriever, query, 3)
+        searched_by_blocks.append(bool(bounds.any()))
+    monkeypatch.setattr("search_r1.search.bm25.bm25_retriever.BLOCKS_START", math.inf)
+    bounds[:] = 0
+    answer(retriever, "fox owl", 3)
+    assert searched_by_blocks == [True, True] and not bounds.any()
