@@ -20,15 +20,13 @@ lengths of the documents, which are scattered over memory, need not be read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-import numba
 import numpy as np
 
 from search_r1.search.bm25.analysis import ANALYSIS_VERSION
+from search_r1.search.compiled import jit
 
 K1 = 0.9
 B = 0.4
@@ -74,17 +72,6 @@ def idf(num_documents: int, document_frequency: np.ndarray) -> np.ndarray:
     """Return the weight of terms as float32. `num_documents` counts the documents with a word."""
     frequency = document_frequency.astype(np.float64)
     return np.log(1 + (num_documents - frequency + 0.5) / (frequency + 0.5)).astype(np.float32)
-
-
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function at its first call, which takes some seconds. It then runs without the GIL.
-
-    The machine code is kept beside the source or in the user's cache folder.
-    """
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # "no locator available": neither folder can be written to
-        return numba.njit(nogil=True)(function)
 
 
 FORMAT_VERSION = 2

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from search_r1.search.bm25.index import BLOCK_BITS, BLOCK_WIDTH, RARE_CODE, SHARE_STEPS, SKIP_BITS, jit
+from search_r1.search.bm25.index import BLOCK_BITS, BLOCK_WIDTH, RARE_CODE, SHARE_STEPS, SKIP_BITS
+from search_r1.search.compiled import jit
 
 WINDOW = 1 << 15  # documents
 GROUP = 64  # blocks whose highest bound is known

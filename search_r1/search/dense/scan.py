@@ -4,6 +4,8 @@
     queries [Q, D] -> for each chunk of rows: float32 product, its best k + EXTRA_ROWS -> merged over chunks
                    -> these few rows scored again, in double precision -> top k, ties by row
 
+One query alone, on the CPU, is multiplied with more rows at once, and with float16 rows by half_products.py.
+
 The order in which a product is summed depends on the shape of the batch, so its scores may be wrong by
 ROUNDING. The second scoring is the same for a row in any batch. A query whose dropped rows could still belong
 to its top k (because of many equal vectors, say) is scanned once more.
@@ -12,6 +14,7 @@ to its top k (because of many equal vectors, say) is scanned once more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from verl.utils.text import format_bytes
 # How many rows are in float32 at once.
 CPU_CHUNK_ROWS = 2048
 GPU_CHUNK_ROWS = 32 * 1024
+ALONE_CHUNKS = 32  # chunks of the CPU that are multiplied at once with one query alone
 EXTRA_ROWS = 8  # rows kept beside k, which make a second scan rare
 MAX_QUERIES = 512  # the most queries of one scan
 ROUNDING = 1e-5  # as a share of |query| |row|; it is more than the error of a float32 sum
@@ -93,12 +97,22 @@ class VectorScan:
                 self._chunks.append((self.num_rows, chunk))
                 self.num_rows += len(chunk)
         self._buffers: dict[torch.device, torch.Tensor] = {}
+        self._on_cpu = all(part.device.type == "cpu" for part in parts)
+        self._pool: ThreadPoolExecutor | None = None  # for float16 rows and one query
+        if self._on_cpu and any(part.dtype == torch.float16 for part in parts):
+            from search_r1.search.dense import half_products  # it needs numba, others don't
+
+            if half_products.can_widen():
+                self._pool = ThreadPoolExecutor(torch.get_num_threads(), "products")
+                self._half_products = half_products.half_products
         self._longest = max(float(self._as_float32(chunk).norm(dim=1).max()) for _, chunk in self._chunks)
 
     def close(self) -> None:
         self._chunks = []
         self._parts = []
         self._buffers = {}
+        if self._pool is not None:
+            self._pool.shutdown()
 
     @torch.inference_mode()
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,6 +142,8 @@ class VectorScan:
 
     def _scan(self, queries: np.ndarray, num_candidates: int) -> tuple[np.ndarray, np.ndarray]:
         """Return products float32 and rows [Q, kept], best first, from one pass over all vectors."""
+        if len(queries) == 1 and self._on_cpu:
+            return self._scan_alone(queries[0], num_candidates)
         best_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         queries_on = {part.device: torch.from_numpy(queries).to(part.device) for part in self._parts}
         for first, chunk in self._chunks:  # on GPUs the loop only puts work on their queues
@@ -141,6 +157,35 @@ class VectorScan:
             [(products.cpu(), rows.cpu()) for products, rows in best_on.values()], num_candidates
         )
         return best.numpy(), rows.numpy()
+
+    def _scan_alone(self, query: np.ndarray, num_candidates: int) -> tuple[np.ndarray, np.ndarray]:
+        """Do what `_scan` does for one query [D] on the CPU."""
+        pairs = []
+        first = 0
+        for part in self._parts:
+            for rows in part.split(ALONE_CHUNKS * CPU_CHUNK_ROWS):
+                top = self._products(rows, query).topk(min(num_candidates, len(rows)))
+                pairs.append((top.values[None], top.indices[None] + first))
+                first += len(rows)
+        best, best_rows = _merge(pairs, num_candidates)
+        return best.numpy(), best_rows.numpy()
+
+    def _products(self, rows: torch.Tensor, query: np.ndarray) -> torch.Tensor:
+        """Return the products of rows [N, D] on the CPU with a query [D]: float32 [N]."""
+        if rows.dtype == torch.float32:
+            return torch.mv(rows, torch.from_numpy(query))
+        if self._pool is None:
+            chunks = rows.split(CPU_CHUNK_ROWS)
+            return torch.cat([torch.mv(self._as_float32(chunk), torch.from_numpy(query)) for chunk in chunks])
+        products = np.empty(len(rows), np.float32)
+        size = -(-len(rows) // torch.get_num_threads())
+        jobs = []
+        for start in range(0, len(rows), size):
+            bits = rows[start : start + size].numpy().view(np.uint16)
+            jobs.append(self._pool.submit(self._half_products, bits, query, products[start : start + size]))
+        for job in jobs:
+            job.result()
+        return torch.from_numpy(products)
 
     def _as_float32(self, chunk: torch.Tensor) -> torch.Tensor:
         """Return the chunk's rows in float32.

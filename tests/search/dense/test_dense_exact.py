@@ -8,7 +8,7 @@ from dense_parts import assert_is_top
 
 torch = pytest.importorskip("torch")
 
-from search_r1.search.dense import scan  # noqa: E402
+from search_r1.search.dense import half_products, scan  # noqa: E402
 from search_r1.search.dense.scan import VectorScan, copy_to  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -63,6 +63,31 @@ def test_every_search_gives_the_true_top(case: str) -> None:
             assert (np.diff(scores, axis=1) <= 0).all(), name
             assert_is_top(vectors, queries, min(k, len(vectors)), scores, rows)
         search.close()
+
+
+@pytest.mark.parametrize("can_widen", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_query_alone_gets_the_true_top(case: str, can_widen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "ALONE_CHUNKS", 2)
+    monkeypatch.setattr("search_r1.search.dense.half_products.can_widen", lambda: can_widen)
+    vectors = CASES[case].astype(np.float16).astype(np.float32)
+    for name, search in searches(vectors).items():
+        for query in (draw(1, vectors.shape[1]), vectors[:1]):
+            for k in (1, 100):
+                scores, rows = search.search(query, k)
+                assert_is_top(vectors, query, min(k, len(vectors)), scores, rows)
+        assert (search._pool is not None) == (can_widen and name != "as they are")
+        search.close()
+
+
+def test_float16_is_widened_as_numpy_does_it() -> None:
+    if not half_products.can_widen():
+        pytest.skip("this CPU has no instruction for it")
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    rows = bits[np.isfinite(bits.view(np.float16))][:, None]
+    products = np.empty(len(rows), np.float32)
+    half_products.half_products(rows, np.ones(1, np.float32), products)
+    assert np.array_equal(products, rows[:, 0].view(np.float16).astype(np.float32))
 
 
 def test_equal_vectors_come_in_the_order_of_their_rows() -> None:
