@@ -81,10 +81,12 @@ if __name__ == "__main__":
 KINDS = {  # name -> (tests, the program, how an assert names its function)
     "1 assert": (1, ASSERTS, "merge"),
     "10 asserts": (10, ASSERTS, "merge"),
+    "1 assert of a class": (1, WITH_CLASSES, "Solution().merge"),
     "10 asserts of a class": (10, WITH_CLASSES, "Solution().merge"),
     "1 stdio": (1, STDIO, ""),
     "20 stdio": (20, STDIO, ""),
     # The class is renamed, because their server would call a class Solution with the input.
+    "1 stdio of a class": (1, WITH_CLASSES.replace("Solution", "Task"), ""),
     "20 stdio of a class": (20, WITH_CLASSES.replace("Solution", "Task"), ""),
     "HumanEval": (1, "", ""),  # its 164 solutions; all that one of them has to pass is one test
 }
