@@ -3,10 +3,12 @@
 import asyncio
 import functools
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from verl.checkpoints.run_state import RunStopped
 from verl.protocol import DataProto, object_array
@@ -15,6 +17,7 @@ from verl.utils.reward_score import qa_em_format
 from verl.verifiers import Sample, Verdict
 from verl.verifiers.text import TextVerifier
 
+BASE_MODEL = Path(__file__).resolve().parents[3] / "data_prep" / "base_model"
 # the same id: padding must not be found by it
 EOS = 0
 PAD = 0
@@ -118,6 +121,49 @@ def test_rows_without_a_sampled_token_score_nothing():
 def test_rule_2_padding_is_not_found_by_its_id():
     data = batch([[("<answer>Bei", 1), ([EOS], 1), ("jing</answer>", 1), ([EOS], 1)]])
     assert RewardManager(ByteTokenizer())(data).sum() == 1.0
+
+
+class CountingTokenizer(ByteTokenizer):
+    """A byte tokenizer that notes what it decodes."""
+
+    def __init__(self) -> None:
+        self.decoded: list[str] = []
+
+    def batch_decode(self, rows, clean_up_tokenization_spaces: bool) -> list[str]:
+        texts = super().batch_decode(rows, clean_up_tokenization_spaces)
+        self.decoded += texts
+        return texts
+
+
+def test_exact_match_decodes_what_the_policy_wrote_and_equal_texts_once():
+    row = [("<search>x</search>", 1), ("observed", 0), ([], 1), ("<answer>Beijing</answer>", 1), ([EOS], 1)]
+    tokenizer = CountingTokenizer()
+    assert RewardManager(tokenizer)(batch([row] * 3)).sum() == 3.0
+    assert tokenizer.decoded == ["<search>x</search>", "<answer>Beijing</answer>"]
+
+
+def test_a_users_function_gets_every_run_as_text_and_equal_texts_are_decoded_once():
+    row = [("<search>x</search>", 1), ("observed", 0), ("<answer>Beijing</answer>", 1)]
+    tokenizer = CountingTokenizer()
+    seen = []
+
+    def reward(extra_info, **_):
+        seen.append([tuple(segment) for segment in extra_info["segments"]])
+        return 1.0
+
+    RewardManager(tokenizer, compute_score=reward)(batch([row] * 2))
+    assert seen == [[(text, bool(sampled)) for text, sampled in row]] * 2
+    assert tokenizer.decoded == [text for text, _ in row]
+
+
+def test_texts_are_those_of_the_tokenizers_own_decoding():
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    text = "<search>Größe, who 's\n</search><answer>東京  x</answer>"
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_id, *tokenizer.encode(" and so on .")]
+    data = batch([[(ids, 1)]])
+    (segments,) = RewardManager(tokenizer).segments(data)
+    without_eos = [i for i in ids if i != tokenizer.eos_token_id]
+    assert segments[0].text == tokenizer.decode(without_eos, clean_up_tokenization_spaces=False)
 
 
 def test_the_format_reward_sees_observations():

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from verl.algos.advantages import (
     AdvantageInputs,
@@ -127,10 +128,15 @@ class RewardManager:
         names = dict.fromkeys(name for row in rows for name in row if name != "text")
         return {"reward_tensor": scores, **{name: [row.get(name) for row in rows] for name in names}}
 
-    def segments(self, data: DataProto) -> list[list[Segment]]:
+    def segments(self, data: DataProto, with_observed: bool = True) -> list[list[Segment]]:
         """Return the text of each row's response in runs of sampled and of observed tokens, without padding.
 
         Special tokens (end of sequence and the like) leave no text, unless they are the protocol's tags.
+
+        Args:
+            data: a batch with responses, response_mask and attention_mask.
+            with_observed: whether observed runs are returned too. They are most of a trajectory's text, and
+                decoding them takes most of the time.
         """
         responses = data.tensors["responses"].cpu().numpy()
         mask = data.tensors["response_mask"].cpu().numpy().astype(bool)
@@ -141,23 +147,44 @@ class RewardManager:
             row = row[is_token]
             sampled = sampled[is_token]
             cuts = np.flatnonzero(np.diff(sampled)) + 1
-            ids += np.split(row, cuts) if len(row) else []
-            spans.append([bool(sampled[start]) for start in (0, *cuts)] if len(row) else [])
+            runs = np.split(row, cuts) if len(row) else []
+            kinds = [bool(sampled[start]) for start in (0, *cuts)] if len(row) else []
+            ids += [run for run, kind in zip(runs, kinds, strict=True) if kind or with_observed]
+            spans.append([kind for kind in kinds if kind or with_observed])
         texts = iter(self._texts(ids))
         return [[Segment(next(texts), sampled) for sampled in row] for row in spans]
 
-    def _texts(self, ids: list[np.ndarray]) -> list[str]:
-        visible_ids = [run[~np.isin(run, self._silent_ids)] for run in ids]
-        return self.tokenizer.batch_decode(visible_ids, clean_up_tokenization_spaces=False) if ids else []
+    def _texts(self, runs: Sequence[np.ndarray]) -> list[str]:
+        """Return the text of each run of token ids; equal runs are decoded once."""
+        if not runs:
+            return []
+        ids = np.concatenate(runs)
+        is_visible = ~np.isin(ids, self._silent_ids)
+        ends = np.cumsum(is_visible)[np.cumsum([len(run) for run in runs]) - 1]
+        visible_runs = np.split(ids[is_visible], ends[:-1])
+        keys = [run.tobytes() for run in visible_runs]
+        distinct = dict(zip(keys, visible_runs, strict=True))
+        text_of = dict(zip(distinct, self._decode(list(distinct.values())), strict=True))
+        return [text_of[key] for key in keys]
+
+    def _decode(self, runs: list[np.ndarray]) -> list[str]:
+        """Return the text of each run of token ids."""
+        if isinstance(self.tokenizer, PreTrainedTokenizerFast):  # the backend skips conversions
+            backend = self.tokenizer.backend_tokenizer
+            return [backend.decode(run.tolist(), skip_special_tokens=False) for run in runs]
+        return self.tokenizer.batch_decode(runs, clean_up_tokenization_spaces=False)
 
     def _score_rows(self, data: DataProto) -> list[dict[str, Any]]:
         """Return for each row score (float or None), em, f1, answer, text, and whatever its scorer adds."""
         tensors = data.tensors
         fields = data.non_tensor_batch
         rows: list[dict[str, Any]] = []
-        verified: dict[int, tuple[Sample, list[Assigned]]] = {}
+        assignments: dict[int, list[Assigned]] = {}  # row -> its verifiers
         called: dict[int, dict[str, Any]] = {}  # row -> arguments of the reward function
-        for i, segments in enumerate(self.segments(data)):
+        is_prompt_token = tensors["attention_mask"][:, : tensors["prompts"].shape[1]].bool()
+        num_sampled = tensors["response_mask"].sum(-1).tolist()
+        reads_observed = self.compute_score is not exact_match
+        for i, segments in enumerate(self.segments(data, reads_observed)):
             text = qa_em.join_turns(segment.text for segment in segments if segment.sampled)
             answer = qa_em.extract_solution(text)
             rows.append({"score": 0.0, "em": 0.0, "f1": 0.0, "answer": answer, "text": text})
@@ -178,13 +205,7 @@ class RewardManager:
             except ValueError as error:
                 raise RunStopped(f"row {i} of the batch: {error}") from error
             if assigned:
-                prompt = tensors["prompts"][i].cpu().numpy()
-                is_token = tensors["attention_mask"][i, : len(prompt)].bool().cpu().numpy()
-                num_tokens = int(tensors["response_mask"][i].sum())
-                verified[i] = (
-                    Sample(text, None, self._texts([prompt[is_token]])[0], num_tokens, extra),
-                    assigned,
-                )
+                assignments[i] = assigned
             else:
                 called[i] = {
                     "data_source": columns["data_source"],
@@ -192,14 +213,19 @@ class RewardManager:
                     "ground_truth": truth,
                 }
                 called[i]["extra_info"] = {**extra, "segments": segments}
+        prompts = self._texts([tensors["prompts"][i][is_prompt_token[i]].cpu().numpy() for i in assignments])
+        samples = [
+            Sample(rows[i]["text"], None, prompt, num_sampled[i], fields["extra_info"][i])
+            for i, prompt in zip(assignments, prompts, strict=True)
+        ]
         try:
-            results = self.verifiers.verify(list(verified.values()))
+            results = self.verifiers.verify(list(zip(samples, assignments.values(), strict=True)))
             scores = call_reward_function(self.compute_score, list(called.values()))
         except (ValueError, VerifierLimit) as error:
             raise RunStopped(f"the verifiers: {error}") from error
         except RewardFunctionFailed as error:
             raise RunStopped(f"the reward function failed: {error}") from error
-        for i, result in zip(verified, results, strict=True):
+        for i, result in zip(assignments, results, strict=True):
             rows[i] |= {"score": result.score, "verdicts": result.verdicts}
         for i, returned in zip(called, scores, strict=True):
             fields_returned = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
