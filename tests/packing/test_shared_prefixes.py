@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from verl.packing.attention import PACKED_ATTENTION
-from verl.packing.packs import pack_rows, plan_by_prefix, prefix_order
+from verl.packing.packs import pack_rows, plan_by_prefix, prefix_order, tokens_allowed
 from verl.workers.engine.loading import PolicyModel, ValueModel
+from verl.workers.engine.update_loop import MicroBatchLimits
 
 SIZES = {
     "vocab_size": 50,
@@ -61,6 +62,38 @@ def test_a_plan_has_every_row_once_and_counts_shared_tokens_once(sequences, max_
         assert max_rows is None or len(part) <= max_rows
         tokens = distinct_prefixes([sequences[row] for row in part])
         assert max_tokens is None or tokens <= max_tokens or len(part) == 1
+
+
+def group_of(size, prompt, completion, first_token=0):
+    """Sequences that share a prompt and nothing else."""
+    beginning = np.arange(first_token, first_token + prompt)
+    return [np.concatenate([beginning, np.full(completion, 10**6 + member)]) for member in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "max_tokens", "rows_of_packs"),
+    [
+        (2048, 128, None, [8, 8]),  # 3,072 tokens each; 2,048 would have been one trajectory each
+        (2048, 512, None, [8, 8]),  # 6,144 tokens, which is 2,048 and twice the prompt
+        (2048, 1024, None, [4, 4, 4, 4]),
+        (2048, 512, 4096, [4, 4, 4, 4]),  # the configured tokens are the limit
+        (2048, 128, 1000, [1] * 16),  # a trajectory that is longer than the limit stands alone
+        (512, 256, None, [8, 8]),  # 2,560 tokens
+        (64, 256, None, [7, 7, 2]),  # short beginnings: 2,048 tokens, whatever is shared
+    ],
+)
+def test_a_pack_goes_on_beyond_2048_tokens_where_a_long_beginning_would_be_computed_again(
+    prompt, completion, max_tokens, rows_of_packs
+):
+    sequences = group_of(8, prompt, completion) + group_of(8, prompt, completion, first_token=10**5)
+    limits = MicroBatchLimits.on_device(torch.device("cpu"), None, max_tokens, padded=False)
+    plan = plan_by_prefix(sequences, limits.max_rows, limits.max_tokens, limits.preferred_tokens)
+    assert [len(rows) for rows in plan] == rows_of_packs
+    for rows in plan:
+        tokens = distinct_prefixes([sequences[row].tolist() for row in rows])
+        assert len(rows) == 1 or tokens <= min(tokens_allowed(2048, prompt), max_tokens or 10**9)
+    on_gpu = MicroBatchLimits.on_device(torch.device("cuda"), None, max_tokens, padded=False)
+    assert on_gpu.preferred_tokens is None
 
 
 def alike_rows():

@@ -13,6 +13,7 @@ from verl.planning.memory_plan import (
     DeviceLoad,
     Hardware,
     Plan,
+    gib,
     report,
     rows_of_step,
     taken_beside_rollouts,
@@ -123,12 +124,22 @@ def test_grpo_of_72b_on_4_nodes_names_the_device_the_lack_and_what_to_change(mod
     assert words[-2] == tight.problems[0]
 
 
-def test_on_cpu_the_plan_has_what_models_keep_and_predicts_nothing_else(tmp_path):
+def test_on_cpu_the_plan_has_what_models_keep_and_says_what_the_largest_pass_takes(tmp_path):
     laptop = Hardware("cpu", 8 * GIB, "a laptop")
     plan, lines = plan_of(write_small(tmp_path), "gae", hardware=laptop)
     items = plan.loads[0].items
     assert {name.partition(": ")[2] for name in items} == {"weights", "gradients", "optimizer state"}
-    assert "what passes, rollouts and processes take beside the models is not planned on CPU" in lines
+    assert "what rollouts and processes take beside the models is not planned on CPU" in lines
+    # trajectories of up to 4,096 tokens, all of which they may share: 2,048 + 2 * 4,096
+    assert plan.largest_pass.tokens == 10240
+    most = gib(plan.largest_pass.num_bytes)
+    words = f"a pass takes at most {most} GiB beside the models: 10,240 tokens in the"
+    assert any(line.startswith(words) for line in lines)
+    budget = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=5000"]
+    budget.append("critic.ppo_max_token_len_per_gpu=5000")
+    lower, _ = plan_of(write_small(tmp_path), "gae", *budget, hardware=laptop)
+    assert lower.largest_pass.tokens == 5000
+    assert lower.largest_pass.num_bytes < 0.6 * plan.largest_pass.num_bytes
     assert plan.fits and lines[-1].endswith("GiB left for all but its models")
     smaller, words = plan_of(write_small(tmp_path), "gae", hardware=Hardware("cpu", 10**5, "a watch"))
     assert not smaller.fits and words[-2].startswith("the node would need")

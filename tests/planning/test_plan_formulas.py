@@ -132,6 +132,10 @@ def test_checkpointing_keeps_each_layers_input_and_one_layer(small):
         (MicroBatchLimits(40, None, False), 800),  # a process has 8 rows
         (MicroBatchLimits(None, 250, False), 250),
         (MicroBatchLimits(None, 50, False), 100),  # one trajectory may be longer than the budget
+        (MicroBatchLimits(None, None, False, 300), 500),  # on CPU: and twice what trajectories may share
+        (MicroBatchLimits(2, None, False, 300), 200),
+        (MicroBatchLimits(None, 400, False, 300), 400),
+        (MicroBatchLimits(None, None, False, 500), 500),  # too short a beginning
     ],
 )
 def test_tokens_of_a_pass_are_bounded_by_rows_budget_and_the_longest_trajectory(limits, expected):

@@ -218,6 +218,9 @@ def test_on_cpu_what_models_keep_for_good_is_compared_with_the_machine(monkeypat
     assert "has 64.0 GB of memory" in finding.what and "need 121.8 GB" in finding.what
     cluster = replace(CLUSTER, nodes=NODES)  # its GPUs would hold it
     assert find("memory", target_of(path, "trainer.backend=ray", cluster=cluster)) == []
+    monkeypatch.setattr("verl.preflight.run_checks.memory_of_machine", lambda: 130 * 10**9)
+    (finding,) = find("memory", target_of(path, "trainer.device=cpu", "algorithm.kl_ctrl.kl_coef=0"))
+    assert finding.level == "warning" and "need 121.8 GB, and a pass of" in finding.what
 
 
 # -------------------------------------------------------------------------------- Ray

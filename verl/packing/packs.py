@@ -30,7 +30,9 @@ from verl.packing.attention import Packing
 from verl.packing.ulysses import TokenShare, gather_rows
 from verl.utils.device import to_device
 
-CPU_TOKENS_PER_PACK = 2048  # on CPU larger packs only overflow the caches; a GPU wants as many as it may have
+# On CPU larger packs only overflow the caches, unless their rows share a long beginning (`tokens_allowed`). A
+# GPU wants as many tokens as it may have.
+CPU_TOKENS_PER_PACK = 2048
 WORTH_SHARING = 16  # a beginning is shared if it is at least 1 / WORTH_SHARING of the sequence
 
 
@@ -262,19 +264,39 @@ def plan_padded(
 
 
 def plan_by_prefix(
-    sequences: Sequence[np.ndarray], max_rows: int | None = None, max_tokens: int | None = None
+    sequences: Sequence[np.ndarray],
+    max_rows: int | None = None,
+    max_tokens: int | None = None,
+    preferred_tokens: int | None = None,
 ) -> list[list[int]]:
     """Split rows as `plan_padded` does, without padding, and with tokens that sequences share counted once.
 
-    Packs are filled in prefix order, so that sequences that share tokens are in the same pack.
+    Packs are filled in prefix order, so that sequences that share tokens are in the same pack. With
+    `preferred_tokens` a pack ends there, unless its next row would have to compute much again in another
+    pack: it has at most `tokens_allowed` tokens then, and never more than `max_tokens`.
     """
     order = prefix_order(sequences)
     tokens = [(row, len(sequences[row]), len(sequences[row]) - shared) for row, shared in order]
-    return _filled(tokens, max_rows, max_tokens)
+    return _filled(tokens, max_rows, max_tokens, preferred_tokens)
+
+
+def tokens_allowed(preferred_tokens: int, shared: int) -> int:
+    """Return how many tokens a pack may have whose next row shares `shared` tokens with the row before it.
+
+    In another pack these tokens would be computed again. If they are at least a quarter of a pack, the pack
+    may have twice as many tokens more. So less than half of a pack's tokens are computed again for the next
+    one (a third, for a prompt of 2,048 tokens), and a pack's memory is bounded by the longest beginning.
+    """
+    if 4 * shared < preferred_tokens:
+        return preferred_tokens
+    return preferred_tokens + 2 * shared
 
 
 def _filled(
-    rows: Sequence[tuple[int, int, int | None]], max_rows: int | None, max_tokens: int | None
+    rows: Sequence[tuple[int, int, int | None]],
+    max_rows: int | None,
+    max_tokens: int | None,
+    preferred_tokens: int | None = None,
 ) -> list[list[int]]:
     """Fill packs with rows in their order.
 
@@ -285,10 +307,13 @@ def _filled(
     first = used = 0
     for row, alone, behind in rows:
         num_tokens = first if behind is None else behind
+        limits = [] if max_tokens is None else [max_tokens]
+        if preferred_tokens is not None:
+            limits.append(tokens_allowed(preferred_tokens, alone - num_tokens))
         if (
             not plan
             or (max_rows is not None and len(plan[-1]) >= max_rows)
-            or (max_tokens is not None and used + num_tokens > max_tokens)
+            or any(used + num_tokens > limit for limit in limits)
         ):
             plan.append([])
             first = num_tokens = alone

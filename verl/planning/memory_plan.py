@@ -6,8 +6,9 @@
 A phase is a pass of the step. Offloaded tensors take memory of the node instead (`host_bytes`), and memory of
 the device only while they are needed. The last part of this module puts a plan into words.
 
-The plan of a run on CPU has what the models keep for the whole run, and nothing else. There the kernel pages,
-shares and maps memory, and the allocator keeps some of it, so what passes and rollouts take is not predicted.
+The loads of a run on CPU have what the models keep for the whole run. There the kernel pages, shares and
+maps memory, and the allocator keeps some of it, so what rollouts take is not predicted. What the largest pass
+takes at most is said beside the loads (`Plan.largest_pass`), and does not decide whether the run fits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from verl.config import Config, get_value
 from verl.config.keys import as_list
+from verl.packing.packs import tokens_allowed
 from verl.planning.hardware import GIB, Hardware
 from verl.planning.model_memory import Layout, ModelSize, forward_pass, held_memory, size_of, update_pass
 from verl.planning.passes import Passes, num_mini_batches
@@ -73,6 +75,14 @@ class DeviceLoad:
 
     def total(self, phase: str) -> int:
         return sum(phases.get(phase, 0) for phases in self.items.values())
+
+
+class LargestPass(NamedTuple):
+    """The pass that takes most memory: its phase, its tokens, and its bytes, which are an upper bound."""
+
+    phase: str
+    tokens: int
+    num_bytes: int
 
 
 class LoadInPhase(NamedTuple):
@@ -194,6 +204,8 @@ def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_token_shari
         num_token_sharing: The number of processes that share the tokens of a pass.
     """
     tokens = (rows if limits.max_rows is None else min(limits.max_rows, rows)) * longest
+    if limits.preferred_tokens is not None:
+        tokens = min(tokens, tokens_allowed(limits.preferred_tokens * num_token_sharing, longest))
     if limits.max_tokens is not None:
         tokens = min(tokens, max(limits.max_tokens * num_token_sharing, longest))
     return -(-tokens // num_token_sharing)
@@ -208,6 +220,8 @@ class Plan:
         loads: The load of one device of each kind.
         problems: What can't work, no matter how much other memory is free, such as a KV cache below one
             trajectory.
+        largest_pass: On CPU the pass that takes most memory beside the models. None on GPUs, where passes are
+            items of the loads.
         tightest: The load with the least room, the phase in which that is, and the bytes that are left. If
             they are below 0, they are missing.
         taken_beside_rollouts: The bytes of a GPU that training takes while there is a KV cache on the GPU.
@@ -231,6 +245,7 @@ class Plan:
         self.who_goes_where = f"processes: {len(nodes)} x {nodes[0]}, {self.layout}; each: {roles}"
         self.problems: list[str] = []
         self.taken_beside_rollouts = 0
+        self.largest_pass: LargestPass | None = None
         self.loads: list[DeviceLoad] = []
         stages = self.layout.pipeline
         count = self.layout.num_processes // stages if self.on_cuda else len(nodes)
@@ -318,8 +333,6 @@ class Plan:
             load.add(f"{owner}: optimizer state", with_state, held.optimizer, held.optimizer * offloads_state)
             if self.config.trainer.async_checkpoint and updates:  # The copy is in the node's memory.
                 load.host_bytes += held.optimizer + (held.gradients if use.size.adapters else held.weights)
-        if not self.on_cuda:
-            return held.weights, 0, held.optimizer
         for phase in at_work:
             limits, rows = use.passes[phase]
             longest = self.config.data.max_prompt_length
@@ -333,6 +346,11 @@ class Plan:
                 gathered += held.exchanged + held.unreduced_gradients
             else:
                 activations, head = forward_pass(use.size, held, use.precision, tokens, compiles)
+            if not self.on_cuda:
+                num_bytes = gathered + activations + head
+                if self.largest_pass is None or num_bytes > self.largest_pass.num_bytes:
+                    self.largest_pass = LargestPass(phase, tokens, num_bytes)
+                continue
             load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
             load.add(f"{owner}: activations", [phase], activations)
             load.add(f"{owner}: chunk of logits", [phase], head)
@@ -464,7 +482,12 @@ def report(plan: Plan) -> Iterator[str]:
         yield f"CPU memory of a node, for what is loaded, offloaded or copied, and processes: {gib(host)} GiB"
     else:
         yield ""
-        yield "what passes, rollouts and processes take beside the models is not planned on CPU"
+        if (largest := plan.largest_pass) is not None:
+            yield (
+                f"a pass takes at most {gib(largest.num_bytes)} GiB beside the models: "
+                f"{largest.tokens:,} tokens in the {PHASES[largest.phase]}"
+            )
+        yield "what rollouts and processes take beside the models is not planned on CPU"
 
 
 def _table(load: DeviceLoad, phases: tuple[str, ...]) -> Iterator[str]:

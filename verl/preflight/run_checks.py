@@ -376,6 +376,14 @@ def find_little_memory(target: Target) -> Iterator[Finding]:
             "ask for more memory (sbatch --mem=...) or more nodes; trainer.dry_run=true shows the plan; "
             "trainer.doctor_skip=[memory] starts it all the same",
         )
+    elif (largest := plan.largest_pass) and needed + largest.num_bytes > memory_of_machine():
+        yield warning(
+            f"this machine (or its control group) has {_gb(memory_of_machine())} of memory, the models need "
+            f"{_gb(needed)}, and a pass of {largest.tokens:,} tokens up to {_gb(largest.num_bytes)} more",
+            "passes have fewer tokens if trajectories are shorter than data.max_prompt_length",
+            "if the kernel ends the run: smaller passes (actor_rollout_ref.actor.use_dynamic_bsz=true and "
+            "ppo_max_token_len_per_gpu), actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        )
 
 
 def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:

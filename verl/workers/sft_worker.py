@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import SFTConfig
-from verl.packing.packs import CPU_TOKENS_PER_PACK, PackedMicroBatch
+from verl.packing.packs import PackedMicroBatch
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, register
 from verl.workers.engine.training_engine import MicroBatchLoss, Outputs
@@ -59,11 +59,10 @@ class SFTWorker(TrainingWorker):
             config.model, config.model.fsdp_config, optim=optim, grad_clip=optim.clip_grad
         )
         data = config.data
-        max_tokens = config.data.max_token_len_per_gpu
-        if self.device.type == "cpu":  # on CPU smaller passes are faster, and the loss is the same
-            max_tokens = min(max_tokens, CPU_TOKENS_PER_PACK)
         padded = not config.use_remove_padding
-        self.micro_batch_limits = MicroBatchLimits(data.micro_batch_size_per_gpu, max_tokens, padded)
+        self.micro_batch_limits = MicroBatchLimits.on_device(
+            self.device, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu, padded
+        )
         schedule = UpdateSchedule(config.data.train_batch_size)
         self.loop = UpdateLoop("train", schedule, self.engine, self.micro_batch_limits, rollout_n=1, seed=0)
 

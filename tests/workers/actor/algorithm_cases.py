@@ -19,6 +19,7 @@ SPLITS = {
     "rows of 1": MicroBatchLimits(1, None, padded=False),
     "rows of 3, padded": MicroBatchLimits(3, None, padded=True),
     "60 tokens": MicroBatchLimits(None, 60, padded=False),
+    "20 tokens preferred": MicroBatchLimits(None, None, padded=False, preferred_tokens=20),
 }
 PER_TOKEN = ("advantages", "old_log_probs", "ref_log_prob", "teacher_log_prob", "rollout_is_weights")
 

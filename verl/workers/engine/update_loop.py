@@ -67,11 +67,33 @@ class MicroBatchLimits:
         max_rows: the largest number of rows. None means no limit.
         max_tokens: the largest number of tokens. None means no limit.
         padded: whether the pass is padded.
+        preferred_tokens: the number of tokens at which a pack ends, unless its next row shares a long
+            beginning with it (see `plan_by_prefix`). None means that only the other limits end a pack.
     """
 
     max_rows: int | None
     max_tokens: int | None
     padded: bool
+    preferred_tokens: int | None = None
+
+    @classmethod
+    def on_device(
+        cls,
+        device: torch.device,
+        max_rows: int | None,
+        max_tokens: int | None,
+        padded: bool,
+        num_token_sharing: int = 1,
+    ) -> MicroBatchLimits:
+        """Return the limits of passes on a device.
+
+        On CPU smaller passes are faster, and the loss is the same. There packs end at CPU_TOKENS_PER_PACK
+        tokens for each of the processes that share them, unless their rows share long beginnings.
+        """
+        if device.type != "cpu":
+            return cls(max_rows, max_tokens, padded)
+        preferred_tokens = CPU_TOKENS_PER_PACK * num_token_sharing
+        return cls(max_rows, max_tokens, padded, preferred_tokens)
 
     @classmethod
     def from_config(
@@ -85,8 +107,7 @@ class MicroBatchLimits:
         """Read the limits from a block of the configuration.
 
         The limit is `<prefix>_micro_batch_size_per_gpu` rows or, with dynamic batch sizes,
-        `<prefix>_max_token_len_per_gpu` tokens. On CPU a pass also has at most CPU_TOKENS_PER_PACK tokens,
-        because smaller passes are faster there and the loss is the same.
+        `<prefix>_max_token_len_per_gpu` tokens.
 
         Args:
             block: a block of the configuration.
@@ -96,11 +117,13 @@ class MicroBatchLimits:
             num_token_sharing: how many processes share the tokens of a pass. The configured numbers of
                 tokens are for each of these processes.
         """
-        cpu_limit = CPU_TOKENS_PER_PACK * num_token_sharing if device.type == "cpu" else None
-        if not block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]:
-            return cls(block[f"{prefix}_micro_batch_size_per_gpu"], cpu_limit, padded)
-        budget = block[f"{prefix}_max_token_len_per_gpu"] * num_token_sharing
-        return cls(None, min(budget, cpu_limit or budget), padded)
+        max_rows = None
+        max_tokens = None
+        if block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]:
+            max_tokens = block[f"{prefix}_max_token_len_per_gpu"] * num_token_sharing
+        else:
+            max_rows = block[f"{prefix}_micro_batch_size_per_gpu"]
+        return cls.on_device(device, max_rows, max_tokens, padded, num_token_sharing)
 
 
 def pack_micro_batches(
@@ -133,10 +156,12 @@ def pack_micro_batches(
     if limits.padded:  # each context is padded to the length of the longest one
         longest = (tensors["position_ids"][last] * attention).amax(dim=1) + 1
         contexts = (attention & (tensors["position_ids"][last] == 0)).sum(dim=1).clamp(min=1)
-        plan = plan_padded((longest * contexts).tolist(), limits.max_rows, limits.max_tokens)
+        token_limits = [limit for limit in (limits.max_tokens, limits.preferred_tokens) if limit is not None]
+        max_tokens = min(token_limits, default=None)
+        plan = plan_padded((longest * contexts).tolist(), limits.max_rows, max_tokens)
     else:
         sequences = [x.numpy() for x in tensors["input_ids"][last][attention].split(lengths)]
-        plan = plan_by_prefix(sequences, limits.max_rows, limits.max_tokens)
+        plan = plan_by_prefix(sequences, limits.max_rows, limits.max_tokens, limits.preferred_tokens)
     count = int(engine.reduce([len(plan)], "max")[0])
 
     def build() -> Iterator[PackedMicroBatch]:
