@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl.packing.attention import Packing, causal_attention, packed_attention_forward
+from verl.packing.attention import Packing, causal_attention, is_worth_it, packed_attention_forward
 
 
 def by_mask(query, key, value, places, scale, window):
@@ -36,6 +36,37 @@ def assert_equal_to_the_mask(heads, groups, places, num_keys, window):
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1)])
 def test_values_and_gradients_are_those_of_sdpa(heads, groups, window):
     assert_equal_to_the_mask(heads, groups, torch.arange(200), 200, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("block_scores", [2**20, 2**14, 1])
+def test_long_rows_are_computed_again_and_in_parts_with_the_same_result(
+    monkeypatch, dtype, window, block_scores
+):
+    """Bit for bit: probabilities that are kept, those that are computed again, and groups of heads apart."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, 200, 16), (3, 200, 16), (3, 200, 16)
+    inputs = [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    pull = torch.randn(6, 200, 16, generator=generator).to(dtype)
+    results = []
+    kept = []
+    for most in (2**25, 1):
+        monkeypatch.setattr("verl.packing.attention.MOST_SCORES", most)
+        monkeypatch.setattr("verl.packing.attention.BLOCK_SCORES", 2**20 if most > 1 else block_scores)
+        out = causal_attention(*inputs, torch.arange(200), 0.3, window)
+        kept.append(len(out.grad_fn.saved_tensors))
+        results.append((out, *torch.autograd.grad(out, inputs, pull)))
+    assert kept[1] == 4 < kept[0]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_long_rows_go_to_blocks_in_bfloat16_and_to_sdpa_in_float32():
+    short = torch.empty(8, 1024, 64)
+    assert is_worth_it(short, 1024) and is_worth_it(short.bfloat16(), 1024)
+    assert is_worth_it(torch.empty(8, 8128, 1, dtype=torch.bfloat16), 8128)
+    assert not is_worth_it(torch.empty(8, 8128, 1), 8128)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,9 @@ from verl.utils.device import to_device
 logger = logging.getLogger(__name__)
 PACKED_ATTENTION = "packed"
 BLOCK = 64  # queries of a block of `causal_attention`
+BLOCK_SCORES = 2**20  # heads * queries * keys of a block at most, if it has several groups: 2 MB in bfloat16
 FEWEST_SCORES = 2**17  # heads * queries * keys; with fewer, SDPA's single call is faster
-MOST_SCORES = 2**25  # with more, SDPA is used, because 64 MB of probabilities a layer would be kept
+MOST_SCORES = 2**25  # with more, probabilities are not kept: they would take more than 64 MB a layer
 
 
 @dataclass(eq=False)  # not frozen: torch 2.11 compiles a layer again for each content of a frozen one
@@ -350,22 +351,25 @@ def packed_attention_forward(
     return out, None
 
 
-# Below is causal attention of one long sequence on CPU in float32, where it beats SDPA (by about a quarter).
+# Below is causal attention of one long sequence on CPU, where it beats SDPA (in float32 by about a quarter).
 # Queries are taken block by block, each against only the keys that it may see, so the work is that of the
-# triangle. The probabilities are kept for the backward pass. This saves a fifth of the work of SDPA, which
-# computes them again, and takes `4 * heads * queries * keys / 2` bytes. `is_worth_it` says where this pays.
+# triangle. Up to MOST_SCORES the probabilities are kept for the backward pass. This saves a fifth of the work
+# of SDPA, which computes them again, and takes `itemsize * heads * queries * keys / 2` bytes. Beyond, each
+# block's are computed again. `is_worth_it` says where this pays.
 def is_worth_it(query: Tensor, num_keys: int) -> bool:
-    """Return whether `causal_attention` is the faster way for query [H, N, D], and its memory bearable."""
+    """Return whether `causal_attention` is the faster way for query [H, N, D]."""
     scores = query.shape[0] * query.shape[1] * num_keys
-    if query.device.type != "cpu" or scores > MOST_SCORES:
+    if query.device.type != "cpu":
         return False
-    return query.dtype == torch.bfloat16 or query.dtype == torch.float32 and scores >= FEWEST_SCORES
+    if query.dtype == torch.bfloat16:
+        return True
+    return query.dtype == torch.float32 and FEWEST_SCORES <= scores <= MOST_SCORES
 
 
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Compute the attention of a sequence, [H, N, D] float32.
+    """Compute the attention of a sequence, [H, N, D] float32 or bfloat16.
 
     Args:
         query: [H, N, D].
@@ -377,11 +381,14 @@ def causal_attention(
         window: a query sees only so many keys, the last ones. None: it sees all keys up to its position.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return _CausalAttention.apply(query, key, value, positions, scale, window, needs_grad)
+    is_kept = needs_grad and query.shape[0] * query.shape[1] * key.shape[1] <= MOST_SCORES
+    return _CausalAttention.apply(query, key, value, positions, scale, window, is_kept)
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Causal attention that keeps its probabilities for the backward pass.
+    """Causal attention by blocks of queries.
+
+    The backward pass takes the probabilities that are kept, or computes them again.
 
     With P the probabilities, O = P V: dV = P' dO, dS = P (dO V' - rowsum(dO O)), dQ = dS K, dK = dS' Q.
     """
@@ -403,17 +410,18 @@ class _CausalAttention(torch.autograd.Function):
         query = _by_group(query, len(key)) * scale
         key_t = key.transpose(1, 2)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        blocks = list(_blocks(positions, window))
+        blocks = list(_blocks(query, positions, window))
         kept_probs = []
-        for rows, keys in blocks:
-            scores = torch.bmm(_rows(query, rows), key_t[:, :, keys])
-            _hide_(scores, positions[rows], keys, window)
-            torch.softmax(scores, -1, out=scores)
-            out[:, :, rows] = torch.bmm(scores, value[:, keys]).view_as(out[:, :, rows])
+        for block in blocks:
+            groups, rows, keys = block
+            probs = _probabilities(query, key_t, positions, block, window)
+            part = out[groups, :, rows]
+            part.copy_(torch.bmm(probs, value[groups, keys]).view_as(part))
             if is_kept:
-                kept_probs.append(scores)
-        if is_kept:
-            ctx.save_for_backward(query, key, value, *kept_probs)
+                kept_probs.append(probs)
+        ctx.save_for_backward(query, key, value, positions, *kept_probs)
+        ctx.is_kept = is_kept
+        ctx.window = window
         ctx.blocks = blocks
         ctx.scale = scale
         return out.flatten(0, 1)
@@ -421,21 +429,41 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        query, key, value, *kept_probs = ctx.saved_tensors
+        query, key, value, positions, *kept_probs = ctx.saved_tensors
         grad_out = _by_group(grad_out, len(key))
+        key_t = key.transpose(1, 2)
         value_t = value.transpose(1, 2)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros(x.shape) for x in (key, value))
-        for (rows, keys), probs in zip(ctx.blocks, kept_probs, strict=True):
-            grad = _rows(grad_out, rows)
-            _add_product_(grad_value[:, keys], probs.transpose(1, 2), grad)
-            grad_probs = torch.bmm(grad, value_t[:, :, keys])
+        for number, block in enumerate(ctx.blocks):
+            groups, rows, keys = block
+            if ctx.is_kept:
+                probs = kept_probs[number]
+            else:
+                probs = _probabilities(query, key_t, positions, block, ctx.window)
+            grad = _rows(grad_out[groups], rows)
+            _add_product_(grad_value[groups, keys], probs.transpose(1, 2), grad)
+            grad_probs = torch.bmm(grad, value_t[groups, :, keys])
             grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-            grad_query[:, :, rows] = torch.bmm(grad_scores, key[:, keys]).view_as(grad_query[:, :, rows])
-            _add_product_(grad_key[:, keys], grad_scores.transpose(1, 2), _rows(query, rows))
+            part = grad_query[groups, :, rows]
+            part.copy_(torch.bmm(grad_scores, key[groups, keys]).view_as(part))
+            _add_product_(grad_key[groups, keys], grad_scores.transpose(1, 2), _rows(query[groups], rows))
         grad_key = grad_key.to(key.dtype)
         grad_value = grad_value.to(value.dtype)
         return grad_query.mul_(ctx.scale).flatten(0, 1), grad_key, grad_value, None, None, None, None
+
+
+def _probabilities(
+    query: Tensor, key_t: Tensor, positions: Tensor, block: Block, window: int | None
+) -> Tensor:
+    """Return how much each query of a block attends to each of its keys, [groups, r * rows, keys].
+
+    The query [G, r, N, D] is scaled, and key_t is [G, D, K].
+    """
+    groups, rows, keys = block
+    scores = torch.bmm(_rows(query[groups], rows), key_t[groups, :, keys])
+    _hide_(scores, positions[rows], keys, window)
+    return torch.softmax(scores, -1, out=scores)
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -456,13 +484,26 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
     return x[:, :, rows].flatten(1, 2)
 
 
-def _blocks(positions: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries of each block, and all keys that any of them sees."""
+class Block(NamedTuple):
+    """A block of queries: the groups of heads, the queries, and all keys that any of these queries sees."""
+
+    groups: slice
+    rows: slice
+    keys: slice
+
+
+def _blocks(query: Tensor, positions: Tensor, window: int | None) -> Iterator[Block]:
+    """Yield the blocks of the query [G, r, N, D]; the scores of a block stay in the processor's cache."""
+    num_groups = query.shape[0]
     for start in range(0, len(positions), BLOCK):
         rows = slice(start, min(start + BLOCK, len(positions)))
         first = int(positions[rows.start])
         last = int(positions[rows.stop - 1])
-        yield rows, slice(0 if window is None else max(0, first - window + 1), last + 1)
+        keys = slice(0 if window is None else max(0, first - window + 1), last + 1)
+        scores_of_group = query.shape[1] * (rows.stop - rows.start) * (keys.stop - keys.start)
+        num_together = max(1, BLOCK_SCORES // scores_of_group)
+        for group in range(0, num_groups, num_together):
+            yield Block(slice(group, min(group + num_together, num_groups)), rows, keys)
 
 
 def _hide_(scores: Tensor, positions: Tensor, keys: slice, window: int | None) -> None:
