@@ -6,6 +6,8 @@
         --model verl_checkpoints/real_model-seed0/sft/huggingface --steps 2 --warm-up 1 \\
         data.train_batch_size=2 actor_rollout_ref.rollout.n_agent=4 \\
         actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.optim.lr=1e-9
+    python scripts/bench_grpo_step.py --trl-python ENV/bin/python --steps 2 --warm-up 1 --rounds 1 \\
+        --cells 1.3M:2048:128:8 30M:512:128:8           steps without searches, a line for each cell
 
 The shipped tiny model learns on a microworld, or --model on the questions and the corpus of --data. Both
 sides get the same weights, questions in the same order, group and batch sizes, lengths, clipping, learning
@@ -21,6 +23,11 @@ trajectory (ours answers with a hint), so its trajectories are shorter. Therefor
 of a context token too. A learning rate of next to nothing keeps both policies as they are, and so their
 trajectories alike. `vllm` needs CUDA (docs/benchmarks.md says what happens on a CPU).
 
+--cells SIZE:PROMPT:COMPLETION:GROUP measures steps of one question without searches: a random Qwen2 of that
+size (scripts/bench/random_models.py), prompts of exactly so many tokens, completions of at most so many (a
+random model rarely ends earlier), a group of so many, and a reward that depends on the letters alone. TRL
+takes --micro-batch trajectories in a backward pass, or the whole group if they are fewer.
+
 TRL has an environment of its own: `pip install trl==1.16.0 transformers==5.23.0 torch==2.13.0`.
 """
 
@@ -29,6 +36,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -37,7 +45,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -45,8 +53,10 @@ sys.path.insert(0, str(ROOT))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 import pandas as pd  # noqa: E402
 import psutil  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
+from scripts.bench.random_models import SHIPPED_MODEL, SIZES, write_random_qwen2  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT, bm25_server, running  # noqa: E402
 from verl.config import Config  # noqa: E402
 from verl.config.loading import load_config  # noqa: E402
@@ -101,6 +111,126 @@ def trl_task(config: Config, options: argparse.Namespace, data: Path) -> dict[st
     }
 
 
+class Cell(NamedTuple):
+    """A step without searches: the model's size, tokens of the prompt and of a completion, and the group."""
+
+    size: str
+    prompt: int
+    completion: int
+    group: int
+
+    @classmethod
+    def of(cls, text: str) -> Cell:
+        """Read SIZE:PROMPT:COMPLETION:GROUP."""
+        size, *numbers = text.split(":")
+        if size not in SIZES or len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+            expected = f"SIZE:PROMPT:COMPLETION:GROUP with a size of {', '.join(SIZES)}"
+            raise argparse.ArgumentTypeError(f"Found {text!r}; expected {expected}.")
+        return cls(size, *map(int, numbers))
+
+
+def write_prompts(cell: Cell, folder: Path, num_prompts: int) -> None:
+    """Write train.parquet and test.parquet with prompts of exactly so many tokens of random words."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    candidates = (tokenizer.decode([token]) for token in range(len(tokenizer)))
+    words = [
+        word
+        for word in candidates
+        if word.startswith(" ") and word[1:].isalpha() and len(tokenizer.encode(word)) == 1
+    ]
+    draw = random.Random(0)
+    rows = []
+    for number in range(num_prompts):
+        text = "".join(draw.choices(words, k=cell.prompt))
+        assert len(tokenizer.encode(text)) == cell.prompt
+        row = {"data_source": "text", "prompt": [{"role": "user", "content": text}]}
+        row |= {"reward_model": {"ground_truth": {"target": ["-"]}}, "extra_info": {"index": number}}
+        rows.append(row | {"golden_answers": ["-"]})
+    for name in ("train", "test"):
+        pd.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
+
+
+def cell_settings(cell: Cell, options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return our settings of a cell, with the rows and the model of a folder."""
+    actor = "actor_rollout_ref.actor"
+    settings = WITHOUT.split()
+    settings += [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet"]
+    settings += [f"actor_rollout_ref.model.path={folder}/model", "algorithm.adv_estimator=grpo"]
+    settings += ["environment.env_class=single_turn", "do_search=false", "data.train_batch_size=1"]
+    settings += [f"data.max_start_length={cell.prompt}", f"data.max_response_length={cell.completion}"]
+    settings += [f"data.max_prompt_length={cell.prompt + cell.completion}"]
+    settings += [
+        f"actor_rollout_ref.rollout.n_agent={cell.group}",
+        f"{actor}.ppo_mini_batch_size={cell.group}",
+    ]
+    settings += [f"{actor}.ppo_micro_batch_size_per_gpu={cell.group}", f"{actor}.optim.lr=1e-9"]
+    settings += [f"custom_reward_function.path={ROOT}/scripts/bench/text_reward.py"]
+    return [*settings, f"trainer.total_training_steps={options.steps + 1}", *options.overrides]
+
+
+def measure_cell(cell: Cell, options: argparse.Namespace) -> str:
+    """Measure both sides by turns; return the cell's lines of a table, one for each way of TRL."""
+    runs: dict[str, list[Any]] = {OURS: []}
+    runs |= {f"TRL {way}": [] for way in options.trl} if options.trl_python else {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_random_qwen2(cell.size, folder / "model")
+        write_prompts(cell, folder, options.steps + 2)
+        settings = cell_settings(cell, options, folder)
+        config = load_config(settings)
+        options = argparse.Namespace(**vars(options) | {"model": folder / "model"})
+        options.micro_batch = min(options.micro_batch, cell.group)
+        task = trl_task(config, options, folder) | {"reward": str(ROOT / "scripts/bench/text_reward.py")}
+        measure_rounds(runs, options, folder, settings, task)
+    costs = {}
+    tokens = {}
+    for contender, rounds in runs.items():
+        costs[contender] = median(cost_of_step(cpu, options.warm_up) for cpu, _ in rounds)
+        written = [row for _, rows in rounds for row in rows[options.warm_up :]]
+        key = "response_length/mean" if contender == OURS else "sampled_tokens"
+        tokens[contender] = mean(row[key] for row in written)
+    head = f"| {cell.size} | {cell.prompt:,} | {cell.completion} | {cell.group}"
+    head += f" | {costs[OURS]:.2f} | {tokens[OURS]:.0f}"
+    lines = [
+        f"{head} | {way} | {costs[way]:.2f} | {tokens[way]:.0f} | {costs[way] / costs[OURS]:.1f} |"
+        for way in runs
+        if way != OURS
+    ]
+    return "\n".join(lines or [f"{head} | | | | |"])
+
+
+def cost_of_step(cpu_seconds: list[float], warm_up: int) -> float:
+    """Return the mean CPU seconds of the steps after the warm-up."""
+    return (cpu_seconds[-1] - cpu_seconds[warm_up - 1]) / (len(cpu_seconds) - warm_up)
+
+
+def measure_rounds(
+    runs: dict[str, list[Any]],
+    options: argparse.Namespace,
+    folder: Path,
+    settings: list[str],
+    task: dict[str, Any],
+) -> None:
+    """Run each contender once a round, in alternating order, and add what `run` returns to `runs`."""
+    for seed in range(options.rounds):
+        for contender in list(runs)[:: 1 if seed % 2 == 0 else -1]:
+            run_dir = folder / f"{contender}-{seed}"
+            run_dir.mkdir()
+            records = run_dir / "metrics.jsonl"
+            if contender == OURS:
+                command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
+                command += [f"trainer.seed={seed}", f"trainer.default_local_dir={run_dir}"]
+            else:
+                of_round = {"records": str(records), "seed": seed, "way": contender.split()[1]}
+                (run_dir / "task.json").write_text(json.dumps(task | of_round), encoding="utf-8")
+                program = str(ROOT / "scripts" / "bench" / "grpo_step_trl.py")
+                command = [options.trl_python, program, str(run_dir / "task.json")]
+            runs[contender].append(run(command, records, options.steps))
+            steps = " ".join(f"{second:.1f}" for second in runs[contender][-1][0])
+            message = f"round {seed + 1}, {contender}: CPU s after each step {steps}"
+            print(message, file=sys.stderr, flush=True)
+
+
 def run(command: list[str], records: Path, steps: int) -> tuple[list[float], list[dict[str, float]]]:
     """Run a command; return the CPU seconds of the process after each step, and what it wrote of each step.
 
@@ -144,7 +274,7 @@ def table(
     lines.append("|---" * 7 + "|")
     ours: tuple[float, float] | None = None
     for name, rounds in runs.items():
-        costs = [(cpu[-1] - cpu[warm_up - 1]) / (len(cpu) - warm_up) for cpu, _ in rounds]
+        costs = [cost_of_step(cpu, warm_up) for cpu, _ in rounds]
         rows = [row for _, written in rounds for row in written[warm_up:]]
         if name == OURS:
             for row in rows:
@@ -174,7 +304,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of each run, the warm-up included")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cells", nargs="+", type=Cell.of, help="SIZE:PROMPT:COMPLETION:GROUP, see above")
     options = parser.parse_intermixed_args()
+    if options.cells:
+        print(
+            "| model | prompt | completion | group | ours, CPU s | tokens | beside | CPU s | tokens | times |"
+        )
+        print("|---" * 10 + "|", flush=True)
+        for cell in options.cells:
+            print(measure_cell(cell, options), flush=True)
+        return 0
     runs: dict[str, list[Any]] = {OURS: []}
     runs |= {f"TRL {way}": [] for way in options.trl} if options.trl_python else {}
     with tempfile.TemporaryDirectory() as name:
@@ -187,29 +326,7 @@ def main() -> int:
         task = trl_task(config, options, data)
         with running(bm25_server(data / "corpus.jsonl"), folder / "server.log") as (port, _):
             url = f"http://127.0.0.1:{port}/retrieve"
-            for seed in range(options.rounds):
-                for contender in list(runs)[:: 1 if seed % 2 == 0 else -1]:
-                    run_dir = folder / f"{contender}-{seed}"
-                    run_dir.mkdir()
-                    records = run_dir / "metrics.jsonl"
-                    if contender == OURS:
-                        command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
-                        command += [f"retriever.url={url}", f"trainer.seed={seed}"]
-                        command.append(f"trainer.default_local_dir={run_dir}")
-                    else:
-                        round_task = {
-                            "url": url,
-                            "records": str(records),
-                            "seed": seed,
-                            "way": contender.split()[1],
-                        }
-                        (run_dir / "task.json").write_text(json.dumps(task | round_task), encoding="utf-8")
-                        program = str(ROOT / "scripts" / "bench" / "grpo_step_trl.py")
-                        command = [options.trl_python, program, str(run_dir / "task.json")]
-                    runs[contender].append(run(command, records, options.steps))
-                    steps = " ".join(f"{second:.1f}" for second in runs[contender][-1][0])
-                    message = f"round {seed + 1}, {contender}: CPU s after each step {steps}"
-                    print(message, file=sys.stderr, flush=True)
+            measure_rounds(runs, options, folder, [*settings, f"retriever.url={url}"], task | {"url": url})
             num_trajectories = task["prompts_per_step"] * task["group"]
             print(table(runs, options.warm_up, num_trajectories))
     return 0

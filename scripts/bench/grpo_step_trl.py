@@ -8,12 +8,16 @@ template that reads `<search> q</search>` as a call of the tool `search`, and th
 end-of-sequence tokens. If a vocabulary has no such words, they are stop strings. TRL passes no tokenizer to
 `generate`, which stop strings need, and keeps the padding after them; both are mended here. The questions
 come in the order of the file. The reward is exact match of the last <answer>.
+
+If the task names a file with a reward of its own (`reward`), there are no searches: prompts are plain text,
+and the file's `compute_score` scores the completions.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import string
 import sys
 import tempfile
@@ -112,6 +116,64 @@ def exact_match(text: str, golden: list[str]) -> float:
     return float(bool(answers) and any(normalised(answers[-1]) == normalised(gold) for gold in golden))
 
 
+def settings_of(task: dict[str, Any], folder: str, **more: Any) -> GRPOConfig:
+    """Return TRL's settings of a task; `more` are further ones."""
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=task["way"] != "float32",
+        use_vllm=task["way"] == "vllm",
+        vllm_mode="colocate",
+        vllm_max_model_length=task["max_context"],
+        seed=task["seed"],
+        max_steps=task["steps"],
+        per_device_train_batch_size=task["micro_batch"],
+        gradient_accumulation_steps=task["prompts_per_step"] * task["group"] // task["micro_batch"],
+        num_generations=task["group"],
+        shuffle_dataset=False,
+        max_completion_length=task["max_completion"],
+        temperature=1.0,
+        learning_rate=task["lr"],
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        adam_beta2=0.999,
+        epsilon=task["clip"][0],
+        epsilon_high=task["clip"][1],
+        beta=0.0,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **more,
+    )
+
+
+def train_on_text(task: dict[str, Any], model: Any, tokenizer: Any) -> None:
+    """Train without searches."""
+    score = runpy.run_path(task["reward"])["compute_score"]
+    writer = StepWriter(task["records"])
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        for ids, prompt in zip(completion_ids, prompts, strict=True):
+            writer.sampled.append(len(ids))
+            writer.contexts.append(len(tokenizer.encode(prompt)) + len(ids))
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        return [score("text", text, None, None) for text in texts]
+
+    rows = [{"prompt": row["prompt"]} for row in task["rows"]]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=settings_of(task, folder),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[writer],
+        )
+        trainer.train()
+
+
 def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     way = task["way"]
@@ -119,6 +181,8 @@ def main(task: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype)
+    if "reward" in task:
+        return train_on_text(task, model, tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     RESPONSE_TEMPLATE["fields"]["content"]["close"] = tokenizer.eos_token
@@ -150,35 +214,8 @@ def main(task: dict[str, Any]) -> None:
     for row in rows:
         row["prompt"] = [{"role": "user", "content": bos + row["prompt"].removeprefix(bos)}]
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=way != "float32",
-            use_vllm=way == "vllm",
-            vllm_mode="colocate",
-            vllm_max_model_length=task["max_context"],
-            seed=task["seed"],
-            max_steps=task["steps"],
-            per_device_train_batch_size=task["micro_batch"],
-            gradient_accumulation_steps=task["prompts_per_step"] * task["group"] // task["micro_batch"],
-            num_generations=task["group"],
-            shuffle_dataset=False,
-            max_completion_length=task["max_completion"],
-            max_tool_calling_iterations=task["max_turns"],
-            generation_kwargs=generation,
-            temperature=1.0,
-            learning_rate=task["lr"],
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            adam_beta2=0.999,
-            epsilon=task["clip"][0],
-            epsilon_high=task["clip"][1],
-            beta=0.0,
-            loss_type="dapo",
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+        config = settings_of(
+            task, folder, max_tool_calling_iterations=task["max_turns"], generation_kwargs=generation
         )
         trainer = GRPOTrainer(
             model=model,
