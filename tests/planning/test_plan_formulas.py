@@ -136,6 +136,8 @@ def test_checkpointing_keeps_each_layers_input_and_one_layer(small):
         (MicroBatchLimits(2, None, False, 300), 200),
         (MicroBatchLimits(None, 400, False, 300), 400),
         (MicroBatchLimits(None, None, False, 500), 500),  # too short a beginning
+        (MicroBatchLimits(None, None, True, 300), 300),  # padded rows share nothing
+        (MicroBatchLimits(None, None, True, 50), 100),
     ],
 )
 def test_tokens_of_a_pass_are_bounded_by_rows_budget_and_the_longest_trajectory(limits, expected):

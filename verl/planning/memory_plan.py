@@ -205,7 +205,11 @@ def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_token_shari
     """
     tokens = (rows if limits.max_rows is None else min(limits.max_rows, rows)) * longest
     if limits.preferred_tokens is not None:
-        tokens = min(tokens, tokens_allowed(limits.preferred_tokens * num_token_sharing, longest))
+        preferred_tokens = limits.preferred_tokens * num_token_sharing
+        if limits.padded:  # Padded rows share nothing.
+            tokens = min(tokens, max(preferred_tokens, longest))
+        else:
+            tokens = min(tokens, tokens_allowed(preferred_tokens, longest))
     if limits.max_tokens is not None:
         tokens = min(tokens, max(limits.max_tokens * num_token_sharing, longest))
     return -(-tokens // num_token_sharing)
