@@ -251,6 +251,7 @@ def load_manager(
         from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
         from search_r1.search.client import SearchClient
         from verl.agent.trajectory import generation_eos_ids
+        from verl.utils import check_token_ids
         from verl.workers.engine.loading import load_hf_config
         from verl.workers.rollout.native import NativeEngine
 
@@ -262,14 +263,18 @@ def load_manager(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         config = load_hf_config({"path": model})
+        check_token_ids(tokenizer, config.get_text_config().vocab_size, model)
         max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         engine = NativeEngine(
             config, 1, min(settings["max_prompt_length"], max_positions or sys.maxsize), dtype, device
         )
         with announce(f"loading {model}", file=sys.stderr):
-            network: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                model, config=config, dtype=dtype
+            network: Any
+            network, report = transformers.AutoModelForCausalLM.from_pretrained(
+                model, config=config, dtype=dtype, output_loading_info=True
             )
+            if missing := sorted(report["missing_keys"]):
+                raise ValueError(f"its files lack {len(missing)} of its tensors, the first: {missing[0]}")
             network.to(device)
     except Exception as error:  # a broken folder raises errors of any kind: OSError, SafetensorError, ...
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

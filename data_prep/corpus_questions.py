@@ -80,7 +80,7 @@ def write_passages(corpus_path: Path, count: int, seed: int, folder: Path) -> Pa
         passage_info = {"title": passage.partition("\n")[0].strip('" '), "passage": passage}
         row = make_row("corpus", fill_prompt(PROMPT, passage), "", [], "train", number, **passage_info)
         rows.append(row | {"env_class": f"{__name__}:{WritesQuestion.__name__}"})
-    path = folder / f"{corpus_path.name.removesuffix('.gz').removesuffix('.jsonl')}.parquet"
+    path = folder / f"{corpus_path.name.split('.jsonl')[0]}.parquet"
     write_parquet(path, rows)
     return path
 

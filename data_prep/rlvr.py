@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 from data_prep.files import PARQUET_ROWS, describe, read_records, run_command
 from verl.config import load_config
 from verl.data.mixture import verifier_entry
+from verl.utils.text import printable
 from verl.verifiers.registry import Assigned, Verifiers, assigned_verifiers, check_name
 from verl.verifiers.text import as_labels
 from verl.verifiers.verifier import Sample, VerifierSettings, parse_literal
@@ -116,7 +117,8 @@ def convert(options: argparse.Namespace) -> int:
                     outcome = "refused" if result.score is not None else "could not be verified"
                     tally[outcome] += 1
                     details = f"{assigned.label[:80]} {result.verdicts[0]['detail']}"
-                    print(f"{where}: {outcome} by {assigned.name} (score {result.score}): {details}")
+                    line = f"{where}: {outcome} by {assigned.name} (score {result.score}): {details}"
+                    print(printable(line))
         if num_rows == 0:
             raise ValueError(f"{options.input}: found no rows")
         if writer:

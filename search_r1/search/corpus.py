@@ -20,7 +20,13 @@ from typing import IO, Any
 import numpy as np
 import orjson
 
-from search_r1.search.corpus_files import BYTE_ORDER_MARK, check_beginning, find_rows, unpack
+from search_r1.search.corpus_files import (
+    BYTE_ORDER_MARK,
+    PACKED_SUFFIXES,
+    check_beginning,
+    find_rows,
+    unpack,
+)
 from search_r1.search.long_work import Progress
 from search_r1.search.search_backend import Document
 
@@ -102,7 +108,7 @@ class Corpus:
         if not path.is_file():
             raise ValueError(f"--corpus_path: there is no file {path}")
         try:
-            path = unpack(path, progress) if path.suffix in (".gz", ".bz2") else path
+            path = unpack(path, progress) if path.suffix in PACKED_SUFFIXES else path
             check_beginning(path)
             file = path.open("rb", buffering=0)
         except OSError as error:
@@ -218,11 +224,11 @@ class Corpus:
 def file_identity(path: str | Path) -> dict[str, Any]:
     """Return the size of a corpus file, and its hash as in `fingerprint`, without finding its lines.
 
-    For x.jsonl.gz they are those of x.jsonl, which a server unpacks beside it. Raises OSError for a file that
-    can't be read.
+    For x.jsonl.gz and x.jsonl.bz2 they are those of x.jsonl, which a server unpacks beside it. Raises OSError
+    for a file that can't be read.
     """
     path = Path(path)
-    with (path.with_suffix("") if path.suffix == ".gz" else path).open("rb", buffering=0) as file:
+    with (path.with_suffix("") if path.suffix in PACKED_SUFFIXES else path).open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         return {"num_bytes": size, "sample_sha256": _sample_sha256(file, size)}
 

@@ -21,6 +21,7 @@ import numpy as np
 from search_r1.search.long_work import Progress
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PACKED_SUFFIXES = (".gz", ".bz2")  # of corpora that are unpacked
 SIDECAR_FORMAT = 0x5352_4F46_0002  # "SROF", version 2
 BLOCK_BYTES = 16 * 2**20
 # The first bytes of packed files, their names, and the commands that unpack them.

@@ -42,6 +42,7 @@ from search_r1.search.indexing.corpus_check import CorpusReport, check_corpus
 from search_r1.search.indexing.job import IndexJob, run_job
 from search_r1.search.long_work import Progress, progress_lines
 from search_r1.search.manifest import check_manifest
+from verl.utils.text import printable
 
 PROGRAM = ["python", "-m", "search_r1.search.index_builder"]
 EXACT = "exact"
@@ -54,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("what is built").add_argument
     add("--retrieval_method", help="bm25, lucene, or the name of a dense encoder: e5, bge, ...")
-    add("--corpus_path", required=True, help='jsonl(.gz) file, lines {"id", "contents"}')
+    add("--corpus_path", required=True, help='jsonl(.gz, .bz2) file, lines {"id", "contents"}')
     add("--save_dir", default="indexes/", help="folder that gets the index (default: indexes/)")
     add("--overwrite", action="store_true", help="replace an index of another corpus or flags")
     add("--check_only", action="store_true", help="check the corpus and build nothing")
@@ -240,7 +241,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> None:
 
 
 def report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

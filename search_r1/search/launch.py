@@ -99,7 +99,7 @@ def check_server_arguments(arguments: argparse.Namespace, is_installed: bool = T
 def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags that choose and configure a backend."""
     add = parser.add_argument_group("what is searched").add_argument
-    add("--corpus_path", help='jsonl(.gz) file, lines {"id", "contents"}')
+    add("--corpus_path", help='jsonl(.gz, .bz2) file, lines {"id", "contents"}')
     add("--index_path", help="the index; without it bm25 is built in memory. Hybrid: A,B")
     names = "bm25 (default), lucene, a dense encoder (e5, bge, ...), or online: serpapi, google"
     add("--retriever_name", default="bm25", help=f"{names}; two with + between them are fused (bm25+e5)")

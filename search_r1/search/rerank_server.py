@@ -103,8 +103,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     import uvicorn
 
+    from verl.utils.addresses import open_note
     from verl.utils.serving import SERVER_OPTIONS
 
+    note = open_note(arguments.host, "can have documents ranked")
+    if note is not None:
+        print(note, file=sys.stderr, flush=True)
     app = create_app(encoder, arguments.rerank_topk, arguments.host)
     uvicorn.run(app, host=arguments.host, port=arguments.port, **SERVER_OPTIONS)
     return 0

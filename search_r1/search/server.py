@@ -39,16 +39,12 @@ from search_r1.search.long_work import end_with_parent
 from search_r1.search.search_backend import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
-from verl.utils.addresses import is_loopback, open_socket
+from verl.utils.addresses import open_note, open_socket
 from verl.utils.text import printable
 
 if TYPE_CHECKING:  # it is slow to import, and mistakes in the flags are reported before
     import uvicorn
 
-OPEN_NOTE = (
-    "note: the server listens on {host} without a key: whoever reaches this machine can search. "
-    "--host 127.0.0.1 keeps it to this machine; with {variable} in the environment it asks for a key"
-)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SHUTDOWN_SECONDS = 5  # the time of open requests after a stop, as a client may never finish its own
 BACKLOG = 2048
@@ -242,8 +238,10 @@ def main(argv: list[str] | None = None, **defaults: str) -> int:
         signal.signal(number, lambda *_: stopped.set())
     if arguments.workers == 1:
         listener.listen(BACKLOG)  # before the line is printed, so that whoever reads it can connect
-    if not is_loopback(arguments.host) and not api_key_of(arguments):
-        print(OPEN_NOTE.format(host=arguments.host, variable=API_KEY_VARIABLE), file=sys.stderr, flush=True)
+    note = open_note(arguments.host, "can search")
+    if note is not None and not api_key_of(arguments):
+        ask_for_key = f"with {API_KEY_VARIABLE} in the environment it asks for a key"
+        print(f"{note}; {ask_for_key}", file=sys.stderr, flush=True)
     print(f"retrieval server on http://{arguments.host}:{listener.getsockname()[1]}/retrieve", flush=True)
     if arguments.workers > 1:
         return serve_with_workers(arguments, listener)

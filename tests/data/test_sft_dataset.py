@@ -196,6 +196,29 @@ def test_a_bad_conversation_is_named_with_what_is_wrong(tmp_path, tokenizer, mes
         dataset(tmp_path, tokenizer, [{"messages": messages}], "data.multiturn.enable=true")
 
 
+def test_a_template_that_fails_in_any_way_names_the_row(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ messages[0].content + 1 }}"
+    with pytest.raises(ValueError, match="rows.parquet, row 0: TypeError"):
+        dataset(tmp_path, tokenizer, [PAIR])
+
+
+def test_a_message_that_only_calls_tools_is_named(tmp_path, tokenizer):
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    with pytest.raises(ValueError, match="row 0: Found no text in message 0"):
+        dataset(tmp_path, tokenizer, [PAIR | {"answer": [call]}])
+
+
+def test_a_token_beyond_the_models_vocabulary_is_named(tmp_path, tokenizer):
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "Who?", "answer": "Ada"}\n{"question": "<image>Who?", "answer": "Ada"}\n')
+    data_config = load_sft_config([]).data
+    with pytest.raises(ValueError, match=f"line 2: found the token '<image>' .* ids below {size}, the size"):
+        SFTDataset(str(path), tokenizer, data_config, size)
+    assert len(SFTDataset(str(path), tokenizer, data_config, size + 1)) == 2
+
+
 def test_a_text_too_long_for_the_model_shows_no_warning_of_indexing_errors(tmp_path, tokenizer, monkeypatch):
     shown = []
     monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *_: shown.append(text))

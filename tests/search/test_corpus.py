@@ -15,7 +15,7 @@ import pytest
 
 from search_r1.search import corpus as corpus_module
 from search_r1.search import corpus_files
-from search_r1.search.corpus import Corpus
+from search_r1.search.corpus import Corpus, file_identity
 from search_r1.search.corpus_files import sidecar_path
 
 LINES = [
@@ -226,6 +226,7 @@ def test_a_file_of_another_format_is_named(write, content, name, reason):
 def test_a_bz2_file_is_unpacked_once(write):
     packed = write(bz2.compress("\n".join(LINES).encode()), "corpus.jsonl.bz2")
     assert len(Corpus.open(packed)) == len(Corpus.open(packed)) == len(LINES)
+    assert file_identity(packed) == file_identity(packed.with_suffix(""))
     broken = write(bz2.compress(b"x" * 999)[:-9], "broken.jsonl.bz2")
     with pytest.raises(ValueError, match="not a whole bzip2 file"):
         Corpus.open(broken)

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 from instant_runs import documented_metrics
-from small_runs import ROOT, arguments, metrics
+from small_runs import BASE_MODEL, ROOT, arguments, metrics
+from transformers import AutoTokenizer
 
 from verl.trainer.main_ppo import run
 
@@ -111,6 +113,17 @@ def test_a_mistake_is_one_line_and_nothing_is_started(world, url, tmp_path, caps
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_with_more_words_than_the_embedding_has_rows_is_refused(world, url, tmp_path, capsys):
+    model = shutil.copytree(BASE_MODEL, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(model)
+    settings = {"actor_rollout_ref__model__path": model, "trainer__doctor_skip": "[home]"}
+    assert run(arguments(world, url, tmp_path / "run", **settings)) == 2
+    error = capsys.readouterr().err
+    assert "the first: '<tool>' with the id 2560" in error and len(error.strip().splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -53,6 +53,11 @@ LONGEST_PAUSE = 60.0  # seconds between two tries at most; each pause is twice a
 JOIN_SECONDS = 10.0  # how long an end in haste waits for the file that is under way
 
 
+def _say(line: str) -> None:
+    """Print a line in which names and errors of the remote place are no commands to a terminal."""
+    print(printable(line), flush=True)
+
+
 class RemoteFailed(ValueError):
     """An error of a remote place that does not answer, or does not hold what it said."""
 
@@ -317,12 +322,12 @@ class RemoteStore:
         try:
             expected = self._files_of(folder)
         except (RemoteDamaged, FileNotFoundError) as error:
-            print(f"note: the records in {folder} can't be compared with their sums: {error}", flush=True)
+            _say(f"note: the records in {folder} can't be compared with their sums: {error}")
         # metrics.jsonl comes last: it is there when all are.
         names = sorted({*self._below(folder), *expected} - {MANIFEST}, key=lambda name: name == RECORDS[-1])
         for name in names:
             if not stays_inside(name) or name.split("/")[0] not in RECORDS:
-                print(f"warning: {folder} has {name!r}, which is no record of a run; it is left", flush=True)
+                _say(f"warning: {folder} has {name!r}, which is no record of a run; it is left")
                 continue
             target = run_dir / name
             partial_file = run_dir / f"{name}.part"
@@ -330,12 +335,10 @@ class RemoteStore:
             try:
                 self._call(self.fs.get_file, f"{folder}/{name}", str(partial_file))
             except FileNotFoundError:
-                print(f"warning: the record {folder}/{name} is missing", flush=True)
+                _say(f"warning: the record {folder}/{name} is missing")
                 continue
             if expected and _size_and_digest(partial_file) != expected.get(name):
-                print(
-                    f"warning: the record {folder}/{name} is not what its sums say; it is taken", flush=True
-                )
+                _say(f"warning: the record {folder}/{name} is not what its sums say; it is taken")
             partial_file.replace(target)
 
     def set_aside(self, step: int | None) -> None:
@@ -442,15 +445,14 @@ class Uploads:
                 self.whole.add(step)
                 return True
             except CheckpointDamaged as error:
-                print(f"warning: checkpoint {step} is not uploaded: {error}", flush=True)
+                _say(f"warning: checkpoint {step} is not uploaded: {error}")
                 return False
             except (RemoteFailed, OSError) as error:
                 problem = str(error)
             if time.monotonic() + pause > until:
-                print(
+                _say(
                     f"warning: checkpoint {step} could not be uploaded within {self.deadline:g} s "
-                    f"(trainer.upload_deadline): {problem}. It stays in {folder}.",
-                    flush=True,
+                    f"(trainer.upload_deadline): {problem}. It stays in {folder}."
                 )
                 return False
             self._ended.wait(pause)
@@ -466,4 +468,4 @@ class Uploads:
             for old_step in self.store.steps()[: -self.keep] if self.keep else []:
                 self.store.delete(old_step)
         except (RemoteFailed, OSError) as error:
-            print(f"warning: an old checkpoint could not be deleted there: {printable(error)}", flush=True)
+            _say(f"warning: an old checkpoint could not be deleted there: {error}")

@@ -42,6 +42,7 @@ from verl.single_controller.base import WorkerGroup
 from verl.utils.announcing import announce
 from verl.utils.durable import free_name, sync, sync_tree
 from verl.utils.file_sums import SUMS_FILE, damage_in, has_sums, write_sums
+from verl.utils.text import printable
 from verl.workers.engine.snapshot import CheckpointFailed
 
 State = TypeVar("State", bound="SavedState")
@@ -319,7 +320,7 @@ class CheckpointStore:
                     return self._chosen(folder, damaged)
                 damaged.append(folder)
                 damages.append(f"{folder}: {damage}")
-                print(f"warning: a damaged checkpoint is passed over: {damages[-1]}", flush=True)
+                print(printable(f"warning: a damaged checkpoint is passed over: {damages[-1]}"), flush=True)
             if self.remote is not None and step in remote_steps:
                 try:
                     with announce(f"downloading the checkpoint of step {step} from {self.remote.url}"):
@@ -327,7 +328,7 @@ class CheckpointStore:
                     return self._chosen(folder, [other for other in damaged if other != folder])
                 except RemoteDamaged as error:
                     damages.append(str(error))
-                    print(f"warning: a damaged checkpoint is passed over: {error}", flush=True)
+                    print(printable(f"warning: a damaged checkpoint is passed over: {error}"), flush=True)
         raise ValueError(
             f"Found no whole checkpoint in {self.run_dir}, and {len(damages)} damaged ones, the newest of "
             f"them {damages[0]}. Expected one that is whole. Copy one back from a backup, or start the run "

@@ -12,6 +12,7 @@ import uvicorn
 
 from verl.code_server.app import Settings, create_app
 from verl.code_server.walls import TIERS, Limits
+from verl.utils.addresses import open_note
 from verl.utils.serving import SERVER_OPTIONS
 
 
@@ -35,6 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
         limits=Limits(memory_mb=args.memory_mb, output_mb=args.max_output_mb),
         allow_packages=tuple(name for name in args.allow_packages.split(",") if name),
     )
+    note = open_note(args.host, "can run programs in its sandboxes")
+    if note is not None and args.fd is None:
+        print(note, file=sys.stderr, flush=True)
     app = create_app(settings, args.host if args.fd is None else None)
     config = uvicorn.Config(app, args.host, args.port, **SERVER_OPTIONS)
     server = uvicorn.Server(config)

@@ -1,6 +1,9 @@
 """The code server's HTTP API, which is Open-Instruct's.
 
-Start it with `uvicorn verl.code_server.app:app`, or see __main__.py.
+Start it with `python -m verl.code_server` (__main__.py), or with uvicorn's own command. That waits for ever
+for the rest of a head unless it is told otherwise:
+
+    uvicorn verl.code_server.app:app --http verl.utils.serving:BoundedHeadProtocol
 
 POST /test_program        {"program", "tests": ["assert f(1) == 2", ..], "max_execution_time"}
 POST /test_program_stdio  {"program", "tests": [{"input", "output"}, ..], "max_execution_time"}

@@ -46,6 +46,7 @@ from verl.data.rl_dataset import (
 from verl.data.row_cells import CellError, Row, reward_cell
 from verl.environments.environment import BaseTextEnv, make_environment
 from verl.environments.registry import SEARCH, load_class
+from verl.utils import num_token_ids
 from verl.utils.extras import MissingPackage
 from verl.utils.json_files import to_json
 from verl.utils.reward_score import with_golden_answers
@@ -259,7 +260,7 @@ class RowCheck:
             encodings = encode(list(texts.values()))
         except Exception:  # one of the texts can't be encoded; they are asked one by one
             encodings = [None] * len(texts)
-        checks_ids = self.vocab_size is not None and _num_ids(self.tokenizer) > self.vocab_size
+        checks_ids = self.vocab_size is not None and num_token_ids(self.tokenizer) > self.vocab_size
         for (number, text), encoding in zip(texts.items(), encodings, strict=True):
             try:
                 ids = encode([text])[0] if encoding is None else encoding
@@ -418,11 +419,6 @@ def _reward_column(row: Mapping[str, Any]) -> str:
         if named_reward is not None:
             return named_reward[0]
     return "reward_spec" if "reward_spec" in row else "reward_model"
-
-
-def _num_ids(tokenizer: Any) -> int:
-    """Return the number of ids of a tokenizer."""
-    return len(tokenizer)
 
 
 @cache

@@ -23,7 +23,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from verl.data.rl_dataset import opening_ids, read_rows, require_columns, row_name
+from verl.data.rl_dataset import joined_contents, opening_ids, read_rows, require_columns, row_name
 from verl.data.row_cells import chat_messages
 from verl.protocol import DataProto
 from verl.utils.text import encodable, short_repr
@@ -40,6 +40,7 @@ class SFTDataset:
         files: a file (.parquet or .jsonl) or several, read one after the other.
         tokenizer: that of the model that is trained.
         data_config: the `data` block of the configuration.
+        vocab_size: number of tokens that the model knows; None if that is not known.
 
     Attributes:
         names: the file of each row and its number in the file.
@@ -53,10 +54,15 @@ class SFTDataset:
     """
 
     def __init__(
-        self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, data_config: Mapping[str, Any]
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        data_config: Mapping[str, Any],
+        vocab_size: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = data_config
+        self.vocab_size = vocab_size
         self.names: list[str] = []
         self.input_ids: list[np.ndarray] = []
         self.trained: list[np.ndarray] = []
@@ -90,6 +96,9 @@ class SFTDataset:
                     ids, trained = self._encoded(segments_of(row), ends_with_eos=not multiturn["enable"])
                 except ValueError as error:
                     bad.append(f"{name}: {error}")
+                    continue
+                except Exception as error:  # templates and tokenizers raise all kinds of errors
+                    bad.append(f"{name}: {type(error).__name__}: {error}")
                     continue
                 if trained.any():
                     self.names.append(name)
@@ -143,8 +152,8 @@ class SFTDataset:
         elif len(prompt) > 1:
             raise ValueError(f"{len(prompt)} messages, but the tokenizer has no chat template to join them")
         else:
-            question = str(prompt[0]["content"])
-        return [(question, False), (response[-1]["content"], True)]
+            question = joined_contents(prompt)
+        return [(question, False), (joined_contents(response[-1:]), True)]
 
     def _conversation_segments(self, row: Mapping[str, Any]) -> list[Segment]:
         """Return the segments of a conversation up to the last trained message.
@@ -258,6 +267,12 @@ class SFTDataset:
             flags.append(True)
         ids = np.array(token_ids, dtype=np.int64)
         trained = np.array(flags, dtype=bool)
+        if self.vocab_size is not None and len(ids) > 0 and ids.max() >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(int(ids.max()))
+            raise ValueError(
+                f"found the token {token!r} with the id {ids.max()}; expected ids below {self.vocab_size}, "
+                "the size of the model's vocabulary"
+            )
         if not trained.any():
             raise ValueError("nothing in it is trained; expected a response, or a piece marked as trained")
         if trained[0]:

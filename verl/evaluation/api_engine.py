@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import queue
 import re
 import threading
@@ -208,7 +209,7 @@ class ApiEngine(RolloutEngine[ApiSession]):
         choice = reply["choices"][0]
         usage = reply.get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
-            self.usage[session.params.seed][name] += usage.get(name) or 0
+            self.usage[session.params.seed][name] += number_of_tokens(usage.get(name))
         stops = session.params.stop.strings if session.params.stop else ()
         if self.messages is None:
             ids = choice["token_ids"]
@@ -266,3 +267,9 @@ class ApiEngine(RolloutEngine[ApiSession]):
             asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10.0)
+
+
+def number_of_tokens(value: Any) -> int:
+    """Return a number of tokens of a server's `usage`; 0 for what is none, such as a negative number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < math.inf else 0

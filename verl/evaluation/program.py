@@ -289,9 +289,10 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
 
     from verl.evaluation.api_engine import ApiEngine, MessageTokenizer
     from verl.sessions.engine_contract import RolloutEngine
-    from verl.utils import hf_tokenizer
+    from verl.utils import check_token_ids, hf_tokenizer
     from verl.utils.device import get_device_name
     from verl.utils.safetensors_file import read_weights
+    from verl.workers.engine.loading import load_hf_config
     from verl.workers.rollout.build import EngineRequest, build_rollout_engine, rollout_dtype
 
     path = options.tokenizer if folder is None else str(folder)
@@ -304,6 +305,7 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
         assert folder is not None
         device = torch.device(get_device_name())
         tokenizer = hf_tokenizer(str(folder), False, trust_remote_code=model.trust_remote_code)
+        check_token_ids(tokenizer, load_hf_config(model).get_text_config().vocab_size, str(folder))
         dtype = rollout_dtype(rollout, torch.bfloat16 if device.type == "cuda" else torch.float32)
         engine: RolloutEngine[Any] = build_rollout_engine(
             rollout, model, EngineRequest(device, dtype, length, options.concurrency)
@@ -529,7 +531,8 @@ def evaluate(
         for path in options.benchmarks:
             datasets[path] = RLHFDataset(str(path), agent.tokenizer, data, options.n)
             row_tokenizer = agent.tokenizer if hasattr(agent.tokenizer, "vocab_size") else None
-            RowCheck.of(config, [datasets[path]], row_tokenizer, None, verifiers).check()
+            vocab_size = agent.engine.vocab_size if target.folder is not None else None
+            RowCheck.of(config, [datasets[path]], row_tokenizer, vocab_size, verifiers).check()
         benchmarks: list[Benchmark] = []
         for planned in target.benchmarks(options):
             dataset = datasets[planned.file]
@@ -607,22 +610,31 @@ def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str]
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stopped: tuple[type[Exception], ...] = ()
+    disk_errors: tuple[int, ...] = ()
     try:
         models: Iterable[EvaluationTarget] = evaluation_targets(options)
         if not options.watch:
             models = list(models)  # all are looked at before one is loaded
         for target in models:
             with announce("loading the libraries", sys.stderr), gc_paused():
-                from verl.checkpoints.run_state import RunStopped
+                from verl.checkpoints.run_state import DISK_ERRORS, RunStopped
                 from verl.sessions.engine_contract import EngineUnavailable
 
             stopped = (RunStopped, EngineUnavailable)
+            disk_errors = DISK_ERRORS
             evaluate(target, options, use)
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except stopped as error:
         print(f"error: {printable(error)}. The same command with --resume goes on.", file=sys.stderr)
+        return 3
+    except OSError as error:
+        if error.errno not in disk_errors:
+            raise
+        place = printable(error.filename or options.out)
+        problem = f"{place} can't be written: {error.strerror}"
+        print(f"error: {problem}. Make room; the same command with --resume goes on.", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -109,7 +109,7 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Sessions, Shapes]:
     from verl.inference.engine_thread import EngineThread
     from verl.inference.sessions import Sessions
     from verl.sessions.engine_contract import TIED_HEAD
-    from verl.utils import hf_tokenizer
+    from verl.utils import check_token_ids, hf_tokenizer
     from verl.utils.device import get_device_name
     from verl.utils.model_folders import check_model_is_whole
     from verl.utils.safetensors_file import read_weights, shapes_in
@@ -124,7 +124,9 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Sessions, Shapes]:
     if text_config.tie_word_embeddings:
         shapes.pop(TIED_HEAD, None)
     length = args.max_model_len or text_config.max_position_embeddings
-    codec = ChatCodec(hf_tokenizer(str(folder)), length, generation_eos_ids(str(folder)))
+    tokenizer = hf_tokenizer(str(folder))
+    check_token_ids(tokenizer, text_config.vocab_size, str(folder))
+    codec = ChatCodec(tokenizer, length, generation_eos_ids(str(folder)))
     dtype = DTYPES.get(args.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     rollout = Rollout(name=args.engine, max_num_seqs=args.max_num_seqs, kv_cache_gb=args.kv_cache_gb)
     engine = build_rollout_engine(rollout, model, EngineRequest(device, dtype, length, args.max_num_seqs))
@@ -167,6 +169,7 @@ def serve(
     sys.setswitchinterval(SWITCH_SECONDS)
     told = "".join(f" {key}={value}" for key, value in settings.items())
     address = f"http://{args.host}:{listener.getsockname()[1]}/v1"
-    print(f"model {name} at {address}" + (f"; its run's settings:{told}" if told else ""), file=sys.stderr)
+    line = f"model {name} at {address}" + (f"; its run's settings:{told}" if told else "")
+    print(printable(line), file=sys.stderr)
     server.run(sockets=[listener])
     return 0 if server.started and thread.ended_well else HAS_FAILED

@@ -40,7 +40,8 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
         from verl.data.sft_dataset import SFTDataset
         from verl.planning.batch_sizes import fit_sft_batch_size
         from verl.trainer.sft_trainer import FSDPSFTTrainer
-        from verl.utils import hf_tokenizer
+        from verl.utils import check_token_ids, hf_tokenizer
+        from verl.workers.engine.loading import load_hf_config
 
     config = absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
     model = config.model
@@ -48,12 +49,14 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
     tokenizer = hf_tokenizer(
         model.partial_pretrain, correct_pad_token=False, trust_remote_code=model.trust_remote_code
     )
+    vocab_size = load_hf_config(model).get_text_config().vocab_size
+    check_token_ids(tokenizer, vocab_size, str(model.partial_pretrain))
     if data.chat_template is not None:
         file = Path(data.chat_template) if len(data.chat_template) < 1024 else None
         is_file = file is not None and file.is_file()
         tokenizer.chat_template = file.read_text(encoding="utf-8") if is_file and file else data.chat_template
-    train = SFTDataset(data.train_files, tokenizer, data)
-    val = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
+    train = SFTDataset(data.train_files, tokenizer, data, vocab_size)
+    val = SFTDataset(data.val_files, tokenizer, data, vocab_size) if data.val_files else None
     for name, dataset in (("training", train), ("validation", val)):
         if dataset is not None:
             tokens = sum(map(len, dataset.input_ids))
@@ -89,7 +92,7 @@ def run(argv: list[str]) -> int:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     for line in loaded.notes:
-        print(f"note: {line}")
+        print(f"note: {printable(line)}")
     return _train(loaded.config)
 
 

@@ -92,7 +92,7 @@ def build_trainer(
         from verl.trainer.ppo.held_out import HeldOutSets, read_sets
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.scoring import RewardManager
-        from verl.utils import hf_tokenizer
+        from verl.utils import check_token_ids, hf_tokenizer
         from verl.utils.reward_score import load_reward_function
         from verl.verifiers.registry import Verifiers
         from verl.verifiers.verifier import VerifierSettings
@@ -103,7 +103,13 @@ def build_trainer(
     config = absolute_folders(config, paths)
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.path, correct_pad_token=False, trust_remote_code=model.trust_remote_code)
-    roles = roles_of(Passes(config))
+    passes = Passes(config)
+    roles = roles_of(passes)
+    vocab_size = load_hf_config(model).get_text_config().vocab_size
+    check_token_ids(tokenizer, vocab_size, str(model.path))
+    if passes.needs_values:
+        critic = config.critic.model
+        check_token_ids(tokenizer, load_hf_config(critic).get_text_config().vocab_size, str(critic.path))
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
     data = row_settings(config)
@@ -122,7 +128,6 @@ def build_trainer(
     ]
     datasets += [] if extra_val_dataset is None else [extra_val_dataset]
     datasets += [rows for held_out, rows in evals if not held_out.of_validation]
-    vocab_size = load_hf_config(model).get_text_config().vocab_size
     row_check = RowCheck.of(config, datasets, tokenizer, vocab_size, verifiers).start()
     row_check.wait(_SECONDS_FOR_ROWS)
     return RayPPOTrainer(

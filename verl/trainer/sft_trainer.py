@@ -110,7 +110,7 @@ class FSDPSFTTrainer(CheckpointedRun):
         if state.step == 0 and self.val_dataset is not None:
             state.losses["before"] = self._validation_loss(self.val_dataset)
             self.recorder.log_step(0, {"val/loss": state.losses["before"]})
-        with self.checkpoint_writing.finishing():
+        with self._finishing_run():
             while state.step < self.total_steps:
                 self.checkpoint_writing.commit_if_written()
                 step_started = time.perf_counter()
@@ -134,8 +134,7 @@ class FSDPSFTTrainer(CheckpointedRun):
                     )
                 stop = self.stop_request.asked and not last
                 if last or stop or (trainer.save_freq > 0 and state.step % trainer.save_freq == 0):
-                    state.sampler = self.sampler.state_dict()
-                    self.checkpoint_writing.save(state.step, {WORKER: self.workers}, state.save)
+                    self._save_checkpoint()
                 if stop:
                     raise StoppedOnRequest(state.step)
         summary = {
@@ -187,6 +186,10 @@ class FSDPSFTTrainer(CheckpointedRun):
         self.sampler.load_state_dict(self.state.sampler)
         self.workers.load_checkpoint(str(folder / WORKER))
         return self.state.step
+
+    def _save_checkpoint(self) -> None:
+        self.state.sampler = self.sampler.state_dict()
+        self.checkpoint_writing.save(self.state.step, {WORKER: self.workers}, self.state.save)
 
     def _export(self) -> Path:
         """Make `<run folder>/huggingface`, which holds the files of the last checkpoint's model; return it.

@@ -14,6 +14,21 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
+def open_note(host: str, use: str) -> str | None:
+    """Return the line of a server without a key that others can reach, or None if they can't.
+
+    Args:
+        host: The address on which the server listens.
+        use: What others can do, as "can search".
+    """
+    if is_loopback(host):
+        return None
+    return (
+        f"note: the server listens on {host} without a key: whoever reaches this machine {use}. "
+        "--host 127.0.0.1 keeps it to this machine"
+    )
+
+
 def open_socket(host: str, port: int) -> socket.socket:
     """Return a bound socket, so that a taken port is one clear error.
 

@@ -1,5 +1,6 @@
 """Supervised training as a program: what it leaves, that a killed run goes on, and what it refuses."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from verl.trainer.fsdp_sft_trainer import run
 from verl.trainer.ppo.stop_request import StopRequest
+from verl.utils.json_files import MetricsFile
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "data_prep" / "base_model_plain"
@@ -116,6 +119,21 @@ def test_a_request_to_stop_writes_a_checkpoint_and_the_same_command_goes_on(
     assert steps == sorted(set(steps)) and 1 in steps
 
 
+def test_b8_a_disk_that_is_full_is_one_line_and_keeps_the_finished_steps(line, tmp_path, monkeypatch, capsys):
+    append = MetricsFile.append
+
+    def fail_at_step_2(self, step, figures):
+        if step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        append(self, step, figures)
+
+    monkeypatch.setattr(MetricsFile, "append", fail_at_step_2)
+    assert run([*line, "trainer.save_freq=-1"]) == 3
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "metrics.jsonl: No space left on device" in error
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_2"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -134,6 +152,17 @@ def test_mistakes_are_one_line_and_nothing_is_written(line, tmp_path, capsys, ov
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_with_more_words_than_the_embedding_has_rows_is_refused(line, tmp_path, capsys):
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(model)
+    assert run([*line, "trainer.doctor_skip=[home]", f"model.partial_pretrain={model}"]) == 2
+    error = capsys.readouterr().err
+    assert "the first: '<tool>' with the id " in error
+    assert not list((tmp_path / "run").glob("*.jsonl"))
 
 
 def test_a_mistake_in_the_settings_is_told_before_torch_is_imported():

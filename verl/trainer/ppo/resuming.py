@@ -216,6 +216,51 @@ class CheckpointedRun:
                 "trainer.resume_mode=none or another folder; to go on, raise trainer.total_training_steps."
             )
 
+    @contextmanager
+    def _finishing_run(self) -> Iterator[None]:
+        """Wrap a run, a `with` block, and end it as it should.
+
+        The checkpoint that is being written at the end gets its name. Where the retriever is away,
+        environments fail, or the disk takes no more records, a checkpoint keeps the steps that are done.
+
+        Raises RunStopped, with the command that goes on, if one of these has happened.
+        """
+        resumes = self.config.trainer.resume_mode in ("auto", "latest")
+        command = "the same command again" + ("" if resumes else " with trainer.resume_mode=auto")
+        try:
+            with self.checkpoint_writing.finishing():
+                yield
+        except DiskFailed as failure:
+            step = self.state.step
+            try:
+                self._keep_finished_steps()
+            except RunStopped as error:
+                print(f"warning: {error}", flush=True)
+            raise RunStopped(
+                f"the disk takes no more: after step {step} {failure}. Make room and run {command}: the run "
+                f"goes on from {self.checkpoints.origin()}."
+            ) from failure
+        except SearchesFailed as failure:
+            step = self.state.step
+            self._keep_finished_steps()
+            is_search = not isinstance(failure, EnvironmentsFailed)
+            cause = "the retrieval server is away" if is_search else "environments fail"
+            raise RunStopped(
+                f"{cause}: after step {step} {failure}. {'Start the server' if is_search else 'Mend it'} and "
+                f"run {command}: the run goes on from {self.checkpoints.origin()}."
+            ) from failure
+
+    def _keep_finished_steps(self) -> None:
+        """Write a checkpoint of the last finished step, unless there is one.
+
+        Raises RunStopped if it can't be written.
+        """
+        step = self.state.step
+        val_only = getattr(self.config.trainer, "val_only", False)
+        if step and step not in self.checkpoints.steps() and not val_only:
+            self._save_checkpoint()
+            self.checkpoint_writing.finish()
+
     def shutdown(self) -> None:
         """End the workers that this trainer started, and close the records; a second call does nothing."""
         groups = self.worker_groups
@@ -263,47 +308,3 @@ class ResumableRun(CheckpointedRun):
                 f"holds step {later[-1]} of a run, whose records would be cut back. Set "
                 "trainer.default_local_dir to another folder."
             )
-
-    @contextmanager
-    def _finishing_run(self) -> Iterator[None]:
-        """Wrap a run, a `with` block, and end it as it should.
-
-        The checkpoint that is being written at the end gets its name. Where the retriever is away,
-        environments fail, or the disk takes no more records, a checkpoint keeps the steps that are done.
-
-        Raises RunStopped, with the command that goes on, if one of these has happened.
-        """
-        resumes = self.config.trainer.resume_mode in ("auto", "latest")
-        command = "the same command again" + ("" if resumes else " with trainer.resume_mode=auto")
-        try:
-            with self.checkpoint_writing.finishing():
-                yield
-        except DiskFailed as failure:
-            step = self.state.step
-            try:
-                self._keep_finished_steps()
-            except RunStopped as error:
-                print(f"warning: {error}", flush=True)
-            raise RunStopped(
-                f"the disk takes no more: after step {step} {failure}. Make room and run {command}: the run "
-                f"goes on from {self.checkpoints.origin()}."
-            ) from failure
-        except SearchesFailed as failure:
-            step = self.state.step
-            self._keep_finished_steps()
-            is_search = not isinstance(failure, EnvironmentsFailed)
-            cause = "the retrieval server is away" if is_search else "environments fail"
-            raise RunStopped(
-                f"{cause}: after step {step} {failure}. {'Start the server' if is_search else 'Mend it'} and "
-                f"run {command}: the run goes on from {self.checkpoints.origin()}."
-            ) from failure
-
-    def _keep_finished_steps(self) -> None:
-        """Write a checkpoint of the last finished step, unless there is one.
-
-        Raises RunStopped if it can't be written.
-        """
-        step = self.state.step
-        if step and step not in self.checkpoints.steps() and not self.config.trainer.val_only:
-            self._save_checkpoint()
-            self.checkpoint_writing.finish()
