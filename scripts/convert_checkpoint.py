@@ -126,7 +126,7 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
     if any(".lora_A." in name for name in saved_tensors(model_folder / "dcp", MODEL_PREFIX)):
         adapter = model_folder / ADAPTER_FOLDER  # it is merged into its base, in the dtype of the training
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-        dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
+        dtype = stored_dtype(source) or AutoConfig.from_pretrained(source).dtype or torch.float32
         policy = load_policy({"path": base, "lora_adapter_path": str(adapter)}, dtype)
         policy.model.save_pretrained(out, state_dict=dict(plain_parameters(policy.model, policy.adapters)))
     else:
@@ -168,7 +168,7 @@ def from_hf(source: Path, out: Path) -> None:
             f"{source} has no config.json; expected a Hugging Face folder"
             + (f", such as {', '.join(candidates[:5])}." if candidates else ".")
         )
-    dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
+    dtype = stored_dtype(source) or AutoConfig.from_pretrained(source).dtype or torch.float32
     policy = load_policy({"path": str(source)}, dtype)
     step = new_folder(out / "global_step_0")
     actor = step / "actor"

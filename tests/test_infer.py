@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -254,6 +255,15 @@ def test_a_cut_weights_file_is_one_line(run_dir, url, tmp_path, monkeypatch, cap
     assert ask(monkeypatch, "--question", "x", "--model", str(folder), "--retriever-url", url) == 2
     error = capsys.readouterr().err
     assert "can't be loaded" in error and error.count("\n") == 1
+
+
+def test_files_without_a_tensor_of_the_model_are_refused(run_dir, tmp_path):
+    folder = shutil.copytree(infer.find_model(str(run_dir)), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lack 1 of its tensors, the first: model.norm.weight"):
+        load(folder)
 
 
 @pytest.mark.slow  # it is asked for five seconds

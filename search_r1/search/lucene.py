@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from search_r1.search.corpus import Corpus
+from search_r1.search.corpus_files import sidecar_path
 from search_r1.search.long_work import Progress
-from search_r1.search.manifest import read_manifest
+from search_r1.search.manifest import MappedFiles, read_manifest
 from search_r1.search.replies import without_surrogates
 from search_r1.search.search_backend import Document, SearchResult
 
@@ -131,6 +132,8 @@ class LuceneRetriever:
         self._corpus = corpus
         self._searcher, self.num_documents = on_java_thread(_open, self._path)
         self._closed = False
+        # Java and the corpus's offsets map their files, too.
+        self._mapped = MappedFiles([*sorted(self._path.iterdir()), sidecar_path(corpus.path)])
         self._row_of_id: dict[str, int] | None = None  # while it is None, a docid is taken for a row number
         if self.num_documents > len(corpus):
             raise ValueError(
@@ -154,8 +157,9 @@ class LuceneRetriever:
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """Return for each query at most `topk` documents, best first, and their scores.
 
-        Only documents that share a term with the query are found.
+        Only documents that share a term with the query are found. Raises IndexCut if a file was cut.
         """
+        self._mapped.check()
         hits: list[list[tuple[str, float]]] = []
         for start in range(0, len(queries), BATCH):
             hits += on_java_thread(self._search, queries[start : start + BATCH], topk)
@@ -169,6 +173,7 @@ class LuceneRetriever:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._mapped.close()
             on_java_thread(self._searcher.close)
 
     def _search(self, queries: list[str], topk: int) -> list[list[tuple[str, float]]]:

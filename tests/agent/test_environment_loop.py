@@ -257,7 +257,7 @@ def test_a_dot_in_place_of_the_colon_is_named():
         load_class("loop_environments.Counting")
 
 
-@pytest.mark.parametrize("reward", [float("nan"), "much"])
+@pytest.mark.parametrize("reward", [float("nan"), "much", 1e39, 10**400])
 def test_a_reward_that_is_no_number_is_a_failure(reward):
     output, _ = run([("Counting", {"rewards": [reward]}), ("Counting", {"rewards": [None, None]})])
     bad, unscored = records(output)

@@ -29,6 +29,8 @@ def test_a_users_own_function_is_taken_by_its_import_path(tmp_path, monkeypatch)
         "    return token_level_rewards * 0, token_level_rewards\n"
         "NUMBER = 3\n"
     )
+    (tmp_path / "my_broken_estimators.py").write_text("x = 1\nraise RuntimeError('not today')\n")
+    (tmp_path / "my_unfinished_estimators.py").write_text("def zero(\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert algos.get_adv_estimator_fn("my_own_estimators:zero").__name__ == "zero"
     assert algos.get_policy_loss_fn("my_own_estimators:zero").__name__ == "zero"
@@ -36,6 +38,8 @@ def test_a_users_own_function_is_taken_by_its_import_path(tmp_path, monkeypatch)
         ("my_own_estimators:one", "has no attribute 'one'"),
         ("no_such_module_here:one", "No module named 'no_such_module_here'"),
         ("my_own_estimators:NUMBER", "is a int, expected a function"),
+        ("my_broken_estimators:zero", r"RuntimeError: not today .*my_broken_estimators.py:2"),
+        ("my_unfinished_estimators:zero", "SyntaxError: .*my_unfinished_estimators.py, line 1"),
     ):
         with pytest.raises(ValueError, match=found):
             algos.get_adv_estimator_fn(path)

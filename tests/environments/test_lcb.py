@@ -55,6 +55,21 @@ def test_a_functional_test_is_an_assert_on_plain_values():
         exec(text, {"f": lambda _, value=value: value})
 
 
+DAMAGED = [
+    5,
+    {"input": "1"},
+    {"input": "1", "output": 1},
+    {"testtype": "functional", "input": "1", "output": "2"},
+    {"testtype": "functional", "input": "1", "output": "2", "metadata": {"func_name": None}},
+]
+
+
+@pytest.mark.parametrize("test", DAMAGED)
+def test_a_test_that_can_not_be_run_is_refused_before_it_scores_zero(test):
+    with pytest.raises(ValueError, match="in an lcb row; expected texts as input and output"):
+        make_env([test, *STDIN])
+
+
 @pytest.mark.slow
 def test_programs_may_print_or_be_called_with_numpy_and_free_imports():
     main = "import sys\nif __name__ == '__main__':\n    n = int(sys.stdin.read())\n    print(n * n, end='')"

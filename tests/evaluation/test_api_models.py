@@ -1,5 +1,6 @@
 """Models behind an API of others, whose server fails, stalls, and goes away."""
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from verl.evaluation import program
+from verl.evaluation.api_engine import number_of_tokens
 from verl.evaluation.program import main
 from verl.utils import patient
 
@@ -163,6 +165,24 @@ def test_a_server_that_refuses_ends_the_evaluation_and_says_what_it_said(questio
     with Api(faults=(401,) * 9) as api:
         assert main(flags(api, questions)) == 3
     assert "status 401" in (error := capsys.readouterr().err) and "--resume" in error
+
+
+def test_a_full_disk_is_one_line_and_the_results_can_be_gone_on_with(questions, monkeypatch, capsys):
+    def evaluate(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "results.jsonl")
+
+    monkeypatch.setattr("verl.evaluation.program.evaluate", evaluate)
+    with Api() as api:
+        assert main(flags(api, questions)) == 3
+    error = capsys.readouterr().err
+    assert "results.jsonl can't be written: No space left on device" in error and "--resume" in error
+
+
+@pytest.mark.parametrize(
+    ("stated", "number"), [(7, 7), (-5, 0), (None, 0), (float("nan"), 0), ("9", 0), (True, 0)]
+)
+def test_only_numbers_of_tokens_are_paid_for(stated, number):
+    assert number_of_tokens(stated) == number
 
 
 def test_results_are_gone_on_with_only_if_asked_for_and_with_the_same_settings(questions, capsys):

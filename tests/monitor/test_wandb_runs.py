@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -162,3 +163,13 @@ def test_a_validation_is_a_table_of_rollouts(tmp_path, monkeypatch):
     tracking.finish()
     (written,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/*.table.json")
     assert json.loads(written.read_text()) == TABLE
+
+
+@pytest.mark.parametrize(("path", "name"), [("../../x", "../../x"), ("/abs/x", "/abs/x"), (PATH, "../x")])
+def test_no_name_on_wandb_leaves_the_folder_of_the_download(path, name):
+    file = SimpleNamespace(name=name, download=lambda root: pytest.fail("it is downloaded"))
+    run = wandb_runs.WandbRun.__new__(wandb_runs.WandbRun)
+    run.folder = "both"
+    run._history = [(SimpleNamespace(file=lambda path: file), {"step": 3, "val/rollouts": {"path": path}})]
+    with pytest.raises(ValueError, match="wandb does not give the table of step 3 .* expected a file of the"):
+        next(run.records())

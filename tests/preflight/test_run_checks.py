@@ -138,6 +138,11 @@ def test_models_that_are_not_whole(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     weights = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100)}, weights)
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("{", "{}", '{"weight_map": []}'):
+        index.write_text(text)
+        assert "can't be read: model.safetensors.index.json: " in what(tmp_path)
+    index.unlink()
     assert find("model", target_of(f"actor_rollout_ref.model.path={tmp_path}")) == []
     weights.write_bytes(weights.read_bytes()[:-10])
     assert "it was cut short" in what(tmp_path)

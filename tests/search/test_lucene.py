@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from corpus_parts import corpus_of_documents
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.lucene import LuceneRetriever, build_index, check_java, java_class, on_java_thread
-from search_r1.search.manifest import Manifest, write_manifest
+from search_r1.search.manifest import IndexCut, Manifest, write_manifest
 
 DOCUMENTS = [
     {"id": "a", "contents": '"Amber Harbor"\nA film by Tomas Weld, shot at the harbor.'},
@@ -128,6 +129,16 @@ def test_another_corpus_is_refused(tmp_path):
     doubled = [{**document, "id": "same"} for document in documents]
     with pytest.raises(ValueError, match="has the id 'same' in rows 0 and 1"):
         LuceneRetriever(corpus_of_documents(doubled), tmp_path / "index")
+
+
+def test_an_index_that_is_cut_beneath_a_server_is_one_line(corpus, built, tmp_path):
+    folder = shutil.copytree(built, tmp_path / "index")
+    served = LuceneRetriever(corpus, folder)
+    largest = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 0)
+    with pytest.raises(IndexCut, match=f"{largest.name} was cut while it was served: found 0 bytes"):
+        served.batch_search(["harbor"], 3)
+    served.close()
 
 
 def test_a_missing_package_or_java_is_said_with_what_to_do(tmp_path, monkeypatch):

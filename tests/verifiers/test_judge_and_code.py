@@ -357,7 +357,10 @@ def test_one_test_alone_is_a_list_of_one_and_labels_that_are_no_tests_are_refuse
         verifier, client = code(name, ([1], [0.1]))
         verifier.check_label(assigned.label)
         assert verifier.verify(Sample("x", assigned.label)).score == 1.0 and client.asked[0][1] == tests
-    for name, label in (("code", '[{"input": "1"}]'), ("code_stdio", '["assert f(1)"]'), ("code", "[]")):
+    refused = [("code", '[{"input": "1"}]'), ("code_stdio", '["assert f(1)"]'), ("code", "[]")]
+    damaged = ({"input": "1"}, {"output": "1"}, {"input": "1", "output": 1}, {"input": [1], "output": "1"})
+    refused += [("code_stdio", json.dumps([{"input": "1", "output": "2"}, test])) for test in damaged]
+    for name, label in refused:
         with pytest.raises(ValueError, match="expected a list of tests"):
             code(name)[0].check_label(label)
 

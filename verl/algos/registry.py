@@ -9,6 +9,8 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from verl.utils.importing import describe
+
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
@@ -62,9 +64,10 @@ class Registry(Mapping[str, Fn]):
         module_name, _, attribute = name.partition(":")
         try:
             function = getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # it is a user's module, which may raise anything
+            reason = str(error) if isinstance(error, ImportError | AttributeError) else describe(error)
             raise ValueError(
-                f"{self.key}: found {name!r}, but {error}; expected package.module:function that can be "
+                f"{self.key}: found {name!r}, but {reason}; expected package.module:function that can be "
                 "imported from where the run was started."
             ) from error
         if not callable(function):

@@ -120,7 +120,8 @@ def seccomp_program(namespaces: bool, fork: bool = True, sends_files: bool = Fal
     rules.add_rule(pyseccomp.ERRNO(0), "flock")
     for command in LOCKS:
         rules.add_rule(pyseccomp.ERRNO(0), "fcntl", pyseccomp.Arg(1, *low, command))
-    for command in (1024, 1026):  # leases and notices of changes
+    # Leases, notices of changes, and the sizes of pipes, of which a user has so many bytes.
+    for command in (1024, 1026, 1031):
         rules.add_rule(refusal, "fcntl", pyseccomp.Arg(1, *low, command))
     rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # the limits of another process
     for command in (1036, 1038):  # hints about how a file is written, which outlast the process

@@ -60,6 +60,18 @@ class LCBEnv(BaseTextEnv):
             self.tests = None
         if not isinstance(self.tests, list) or not self.tests:
             raise ValueError(f"Found {text!r:.200} in an lcb row; expected JSON text of a list of tests.")
+        first = self.tests[0]
+        self.is_functional = isinstance(first, Mapping) and first.get("testtype") == "functional"
+        for test in self.tests:
+            content = test if isinstance(test, Mapping) else {}
+            are_texts = all(isinstance(content.get(name), str) for name in ("input", "output"))
+            metadata = content.get("metadata")
+            function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+            if not are_texts or (self.is_functional and not isinstance(function, str)):
+                raise ValueError(
+                    f"Found the test {test!r:.200} in an lcb row; expected texts as input and output, and "
+                    "for functional tests the name of the function in metadata.func_name."
+                )
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         blocks = _BLOCK.findall(action)
@@ -71,7 +83,7 @@ class LCBEnv(BaseTextEnv):
     def _passes(self, code: str) -> bool:
         program = with_prelude(code)
         in_class = "class Solution" in code
-        stdio = self.tests[0].get("testtype") != "functional"
+        stdio = not self.is_functional
         size = max(1, int(BATCH_SECONDS / self.seconds))
         for first in range(0, len(self.tests), size):
             tests: list[Any] = self.tests[first : first + size]

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.monitor.runs import Run
 from verl.records.tags import ROLLOUTS_TABLE
+from verl.utils.file_sums import stays_inside
 
 LOOK_SECONDS = 30.0  # time for which a run is reused, because reading it asks wandb for all its metrics
 
@@ -57,7 +58,12 @@ class WandbRun(Run):
             path = logged[ROLLOUTS_TABLE]["path"]
             with tempfile.TemporaryDirectory() as folder:
                 with readable_errors(f"the table of step {logged['step']} of {self.folder}"):
-                    part.file(path).download(root=folder).close()
+                    file = part.file(path)
+                    if not stays_inside(path) or file.name != path:
+                        raise ValueError(
+                            f"found the name {file.name!r} for {path!r}; expected a file of the run"
+                        )
+                    file.download(root=folder).close()
                 table = json.loads((Path(folder) / path).read_text(encoding="utf-8"))
             for cells in reversed(table["data"]):
                 row = dict(zip(table["columns"], cells, strict=True))

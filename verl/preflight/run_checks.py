@@ -188,8 +188,12 @@ def find_broken_models(target: Target) -> Iterator[Finding]:
             missing.append("tokenizer")
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            missing += [name for name in sorted(shards) if not (folder / name).exists()]
+            try:
+                shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                missing += [name for name in sorted(shards) if not (folder / name).exists()]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+                found = f"{index.name}: {type(problem).__name__}: {problem}"
+                yield error(f"{key}={path} can't be read: {found}", _END, f"copy {index} again")
         if missing:
             names = ", ".join(missing)
             do = f"copy {names} into {path}" if Path(path).is_dir() else f"hf download {path}"

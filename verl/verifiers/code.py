@@ -39,9 +39,10 @@ class CodeVerifier(Verifier):
 
     def check_label(self, label: Any) -> None:
         tests = read_tests(label)
-        kind = dict if self.name == "code_stdio" else str
-        if not tests or not isinstance(tests, str) and not all(isinstance(test, kind) for test in tests):
-            expected = '{"input", "output"} each' if kind is dict else "texts of asserts"
+        is_stdio = self.name == "code_stdio"
+        is_test = is_stdio_test if is_stdio else lambda test: isinstance(test, str)
+        if not tests or not (isinstance(tests, str) or all(map(is_test, tests))):
+            expected = '{"input", "output"} each, which are texts' if is_stdio else "texts of asserts"
             raise ValueError(f"Found {self.name} label {label!r:.200}; expected a list of tests, {expected}.")
 
     def check_solutions(self, samples: Sequence[Sample]) -> None:
@@ -89,6 +90,14 @@ class CodeVerifier(Verifier):
             score = sum(is_pass * value for is_pass, value in zip(passed, values, strict=True)) / len(passed)
         detail = f"{sum(passed)} of {len(passed)} tests passed"
         return Verdict(score, detail, num_judged_inside=results.num_inside)
+
+
+def is_stdio_test(test: Any) -> bool:
+    """Return whether a test has an input (a text, or lines) and an output, as the code server takes them."""
+    if not isinstance(test, Mapping) or not isinstance(test.get("output"), str):
+        return False
+    stdin = test.get("input")
+    return isinstance(stdin, str) or (isinstance(stdin, list) and all(isinstance(x, str) for x in stdin))
 
 
 def read_tests(label: Any) -> list[Any] | str:

@@ -10,10 +10,10 @@ from selection_batches import batch_of, record, turn
 
 from verl.checkpoints.run_state import RunStopped
 from verl.planning.passes import Passes
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.core_algos import RunningBaseline, estimate_advantages, estimator_inputs
-from verl.trainer.ppo.scoring import advantage_inputs, turn_ids, turn_rewards
+from verl.trainer.ppo.scoring import advantage_inputs, turn_ids, turn_rewards, values_named
 
 SEARCHES = record(turns=[turn(0, 2, ["Lima"]), turn(3, 4, ["In OSLO."]), turn(4, 6, ["Oslo"]), turn(7, 8)])
 
@@ -41,6 +41,19 @@ def test_a_reward_function_can_give_the_turns_their_rewards():
     batch.non_tensor_batch["reward_extra"][1] = {"turn_rewards": [0.5, None]}
     with pytest.raises(RunStopped, match="2 turn_rewards for a trajectory of 1 turns"):
         turn_rewards(batch)
+    for wrong in (math.nan, math.inf, 1e39, "much"):
+        batch.non_tensor_batch["reward_extra"][1] = {"turn_rewards": [wrong]}
+        with pytest.raises(RunStopped, match="among turn_rewards; expected a finite number"):
+            turn_rewards(batch)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, "much"])
+def test_a_named_reward_that_is_no_finite_number_is_named_with_its_response(wrong):
+    tensors = {"num_sampled": torch.tensor([1, 1, 0])}
+    extra = [{"format": 0.5}, {"format": wrong, "answer": "Ada"}, {}]
+    batch = DataProto.from_dict(tensors, {"reward_extra": object_array(extra)})
+    with pytest.raises(RunStopped, match="format=.* for the answer 'Ada'; expected a finite"):
+        values_named(batch, "format", "algorithm.gdpo_reward_keys")
 
 
 # The advantages that verl's compute_advantage adds to the batch below, under its response mask
@@ -110,16 +123,15 @@ def test_components_have_their_weights_and_rows_without_a_token_count_nowhere():
     config = config_of(
         "gdpo", "algorithm.gdpo_reward_keys=[score,format]", "algorithm.gdpo_reward_weights=[1,0.5]"
     )
-    extra = [{"score": 1.0, "format": 0.5}, {"score": 0.0, "format": math.nan}, {"score": 0.0}]
+    extra = [{"score": 1.0, "format": 0.5}, {"score": 0.0, "format": 0.25}, {"score": 0.0}]
     batch = batch_of("aba", [1, 1, 0], extra=extra)
     batch.tensors["token_level_rewards"] = torch.zeros(3, 1)
     inputs = advantage_inputs(batch, config.algorithm, Passes(config), RunningBaseline())
     assert inputs.reward_weights == {"score": 1.0, "format": 0.5}
     score, format_score = (inputs.reward_components[name].tolist() for name in ("score", "format"))
-    assert score == [1.0, 0.0, 0.0] and format_score[0] == 0.5 and all(map(math.isnan, format_score[1:]))
-    advantages, _ = estimate_advantages("gdpo", inputs)
-    assert advantages[:2].isnan().all()  # what a reward function gets wrong is not hidden
-    batch.non_tensor_batch["reward_extra"][1]["format"] = 0.1
-    inputs = advantage_inputs(batch, config.algorithm, Passes(config), RunningBaseline())
+    assert score == [1.0, 0.0, 0.0] and format_score[:2] == [0.5, 0.25] and math.isnan(format_score[2])
     advantages, _ = estimate_advantages("gdpo", inputs)
     assert advantages[0] > 0 > advantages[1] and advantages[2] == 0
+    inputs.reward_components["format"][1] = math.nan
+    advantages, _ = estimate_advantages("gdpo", inputs)
+    assert advantages[:2].isnan().all()  # what is no number is not hidden

@@ -114,7 +114,9 @@ def test_search_r1s_sources_may_give_their_answers_as_plain_texts():
 
 def test_a_users_function_is_found_by_path_and_name(tmp_path):
     file = tmp_path / "reward.py"
-    file.write_text("def mine(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
+    text = "from collections import Counter\nfrom math import gcd\nfrom textwrap import dedent\n\n"
+    text += "def mine(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n"
+    file.write_text(text)
     function = load_reward_function({"path": str(file), "name": "mine"})
     assert function is not None and function("d", "s", {}, None) == 0.5
     assert load_reward_function({"path": None, "name": "mine"}) is None

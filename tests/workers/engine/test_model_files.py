@@ -72,6 +72,14 @@ def test_files_of_another_shape_than_the_configuration_are_one_line(folder, fiel
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
+def test_an_external_lib_that_can_not_be_imported_is_one_line(folder, tmp_path, monkeypatch):
+    (tmp_path / "broken_library.py").write_text("x = 1\nraise RuntimeError('not today')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, reason in (("no_such_library", "ModuleNotFoundError"), ("broken_library", "not today .*py:2")):
+        with pytest.raises(ValueError, match=f"model.external_lib={name}, which can't be imported.*{reason}"):
+            load_hf_config({"path": str(folder), "external_lib": name})
+
+
 def test_a_matrix_of_another_shape_is_one_line_too(folder):
     edit(folder, intermediate_size=48)
     with pytest.raises(

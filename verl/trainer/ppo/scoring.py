@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,17 @@ from verl.trainer.ppo.episodes import (
     overlong_penalty,
     room_left,
 )
-from verl.utils.reward_score import RewardFunction, RewardFunctionFailed, call_reward_function, qa_em
+from verl.utils.reward_score import (
+    LARGEST_SCORE,
+    RewardFunction,
+    RewardFunctionFailed,
+    call_reward_function,
+    qa_em,
+)
 from verl.utils.reward_score import default_compute_score as exact_match
 from verl.utils.reward_score.qa_em import documents_hold_answer, em_check, f1_check, known_answers
 from verl.utils.reward_score.qa_em_format import Segment
-from verl.utils.text import printable
+from verl.utils.text import printable, short_repr
 from verl.verifiers.registry import UNVERIFIED, Assigned, Verifiers, assigned_verifiers
 from verl.verifiers.verifier import Sample, VerifierLimit, VerifierSettings
 
@@ -334,8 +341,13 @@ def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
     """
     rows = batch.non_tensor_batch["reward_extra"]
     num_sampled = batch.tensors["num_sampled"].tolist()
-    values = [math.nan if row.get(name) is None else float(row[name]) for row in rows]
-    for row, num in zip(rows, num_sampled, strict=True):
+    values = [math.nan if row.get(name) is None else _finite(row[name]) for row in rows]
+    for row, num, value in zip(rows, num_sampled, values, strict=True):
+        if num and row.get(name) is not None and math.isnan(value):
+            raise RunStopped(
+                f"the reward function returned {name}={short_repr(row[name])} for the answer "
+                f"{short_repr(row.get('answer'))}; expected a finite number ({key})."
+            )
         if num and row.get(name) is None:
             numbers = ", ".join(
                 sorted(other for other, value in row.items() if isinstance(value, int | float))
@@ -524,6 +536,11 @@ def advantage_share(summand: Tensor, advantages: Tensor, mask: Tensor) -> float:
     return float(summand[sampled].double().abs().sum()) / total if total else 0.0
 
 
+def _finite(value: Any) -> float:
+    """Return a number that float32 holds as a float, and NaN for everything else."""
+    return float(value) if isinstance(value, Real) and abs(value) <= LARGEST_SCORE else math.nan
+
+
 def turn_ids(batch: DataProto) -> Tensor:
     """Return the number of the turn, from 0, that each sampled token belongs to, [N, R] int64; -1 elsewhere.
 
@@ -570,6 +587,13 @@ def turn_rewards(batch: DataProto) -> Tensor:
                 f"the reward function returned {len(rewards)} turn_rewards for a trajectory of {len(turns)} "
                 "turns; expected one number (or None) a turn"
             )
-        rows.append([math.nan if value is None else float(value) for value in rewards])
+        values = [math.nan if value is None else _finite(value) for value in rewards]
+        for reward, value in zip(rewards, values, strict=True):
+            if reward is not None and math.isnan(value):
+                raise RunStopped(
+                    f"the reward function returned {short_repr(reward)} among turn_rewards; expected a "
+                    "finite number (or None) a turn"
+                )
+        rows.append(values)
     width = max(1, *map(len, rows)) if rows else 1
     return torch.tensor([row + [math.nan] * (width - len(row)) for row in rows], dtype=torch.float32)

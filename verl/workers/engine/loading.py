@@ -40,6 +40,7 @@ from verl.config.schema import AnyFsdp
 from verl.packing.attention import PACKED_ATTENTION, Packing
 from verl.packing.linear_logprob import linear_log_prob
 from verl.packing.packs import PackedMicroBatch
+from verl.utils.importing import describe
 from verl.utils.safetensors_file import INDEX_FILE, shapes_in, weight_files
 from verl.workers.engine.lora import Adapters, adapter_config, add_adapters, load_adapter, wants_adapters
 from verl.workers.engine.model_files import ModelFiles
@@ -339,10 +340,16 @@ def load_hf_config_as_stored(model_config: Mapping[str, Any]) -> PretrainedConfi
 
     `external_lib` is imported first, because it may register the configuration's class.
 
-    Raises ValueError for a bad folder.
+    Raises ValueError for a bad folder, and for an `external_lib` that can't be imported.
     """
-    if model_config.get("external_lib"):
-        importlib.import_module(model_config["external_lib"])
+    if library := model_config.get("external_lib"):
+        try:
+            importlib.import_module(library)
+        except Exception as error:  # it is a user's module, which may raise anything
+            raise ValueError(
+                f"Found model.external_lib={library}, which can't be imported ({describe(error)}); expected "
+                "a module in the working directory or in PYTHONPATH."
+            ) from error
     source = _source(model_config)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
