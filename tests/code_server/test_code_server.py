@@ -265,6 +265,12 @@ def test_a_client_runs_and_tests_and_pickles(url):
     )
 
 
+def test_a_program_can_not_take_the_room_that_all_pipes_of_a_user_share(url):
+    program = "import fcntl, os\ntry:\n    print(fcntl.fcntl(os.pipe()[1], fcntl.F_SETPIPE_SZ, 1 << 20))\n"
+    program += "except OSError as error:\n    print(error.errno)"
+    assert CodeClient(url).run(program, "", 20.0) == ("1\n", "passed")
+
+
 def test_a_server_that_is_not_there_is_could_not_verify_and_no_zero():
     client = CodeClient("http://127.0.0.1:9/test_program", queue_seconds=0.3)
     with pytest.raises(CouldNotVerify):

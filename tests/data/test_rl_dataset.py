@@ -108,6 +108,17 @@ def test_long_prompts_keep_their_end_or_are_refused_before_anything_starts(tmp_p
     ), "said once"
 
 
+def test_prompts_that_can_not_be_read_are_named_where_lengths_are_looked_at(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    prompts = ["x" * 2000, None, [{"role": "user", "content": 5}]]
+    rows = [{"prompt": prompt, "data_source": "nq", "reward_model": {}} for prompt in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="Found 2 of 3 rows that can't be asked") as refused:
+        RLHFDataset(str(path), ByteTokenizer(), {"max_prompt_length": 4000})
+    assert f"{path}, line 2, column prompt: prompt holds None" in str(refused.value)
+    assert f"{path}, line 3, column prompt: message 0 of prompt has the content 5" in str(refused.value)
+
+
 def test_rows_of_jsonl_are_those_of_parquet(tmp_path):
     parquet = write(tmp_path / "a.parquet", ["who?", "where?"])
     lines = [{**row, "prompt": list(row["prompt"])} for row in pd.read_parquet(parquet).to_dict("records")]

@@ -7,6 +7,7 @@ import random
 import pytest
 from served import tokenizer
 
+from verl.data.rl_dataset import encode_prompt, prompt_text
 from verl.inference.chat import ChatCodec, Transcript, stream_limit
 from verl.inference.engine_thread import TurnResult
 from verl.utils.http_border import ApiError
@@ -147,6 +148,15 @@ def test_no_sampled_token_of_fuzzed_histories_is_encoded_again(codec, histories)
         for name, number in player.counts.items():
             counts[name] += number
     assert counts["extended"] > histories and counts["new"] > histories, counts
+
+
+def test_without_a_template_a_prompt_of_several_messages_is_that_of_training():
+    made = tokenizer(False)
+    codec = ChatCodec(made, 100_000)
+    prompt = [{"role": "system", "content": "Be brief."}, user("Who?")]
+    assert codec.prompt_ids(prompt, None) == encode_prompt(made, prompt_text(made, prompt))
+    turn = {"role": "assistant", "content": " Ada"}
+    assert codec.prompt_ids([*prompt, turn, user("Why?")], None) == made.encode("Be brief.\nWho? AdaWhy?")
 
 
 def test_only_the_new_messages_are_given_to_the_tokenizer(codec, monkeypatch):

@@ -177,6 +177,9 @@ def test_a_row_is_tried_by_hand():
     assert VERIFY.check_rows([row | {"max_turns": "2"}]) == 1
     with pytest.raises(ValueError, match="row 0: .*expected a number of tokens"):
         try_row({"dataset": "max_length", "ground_truth": "long"}, "a")
-    half = [{"name": "math", "label": "1", "weight": "half"}]
+    half: list = [{"name": "math", "label": "1", "weight": "half"}]
+    large = [{"name": "math", "label": "1", "weight": 1e39}]  # no score of float32
+    with pytest.raises(ValueError, match="Found weight 1e[+]39 of verifier 'math'; expected a number"):
+        assigned_verifiers({"ground_truth": {"verifiers": large}}, {})
     with pytest.raises(ValueError, match="Found weight 'half' of verifier 'math'; expected a number"):
         try_row({"reward_model": {"ground_truth": {"verifiers": half}}}, "a")

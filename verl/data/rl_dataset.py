@@ -42,6 +42,7 @@ from verl.utils.text import encodable, is_encodable
 
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
 _VERL_DEFAULTS: Row = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
+_SHOWN = 10  # mistakes that a message names
 _TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
 
 
@@ -252,8 +253,23 @@ class RLHFDataset:
         )
 
     def _check_lengths(self, files: str) -> None:
-        """Refuse prompts that are too long, or leave them out."""
-        problems = {i: text for i, row in enumerate(self.rows) if (text := self.too_long(row)) is not None}
+        """Refuse prompts that are too long, or leave them out. Prompts that can't be read are refused."""
+        problems: dict[int, str] = {}
+        mistakes: list[str] = []
+        for i, row in enumerate(self.rows):
+            try:
+                text = self.too_long(row)
+            except Exception as error:  # templates and tokenizers raise all kinds of errors
+                reason = " ".join(str(error).split())[:300]
+                mistakes.append(f"\n  {self.place_name(self.places[i])}, column {self.prompt_key}: {reason}")
+                continue
+            if text is not None:
+                problems[i] = text
+        if mistakes:
+            raise ValueError(
+                f"Found {len(mistakes)} of {len(self)} rows that can't be asked; correct them, or take them "
+                f"out:{''.join(mistakes[:_SHOWN])}"
+            )
         if not problems:
             return
         too_long = f"{len(problems)} of {len(self)} prompts in {files} that are too long"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict, get_args, get
 
 import numpy as np
 
-from verl.utils.reward_score import LARGEST_SCORE
+from verl.utils.reward_score import is_score
 from verl.utils.rows import row_max_turns
 from verl.utils.text import is_encodable, joined_parts
 
@@ -308,7 +308,7 @@ def output_problem(output: Any, action: str) -> str | None:
     for message in shown if are_messages else ():
         if (problem := content_problem(message)) is not None:
             return f"step returned {problem}"
-    if reward is not None and not (isinstance(reward, Real) and abs(reward) <= LARGEST_SCORE):
+    if reward is not None and not is_score(reward):
         return f"step returned reward={reward!r:.60}; expected a finite number that float32 holds, or None"
     return None
 

@@ -5,9 +5,9 @@
                               no: a new segment, all messages rendered
 
 A sampled token is never encoded again. The text that follows an assistant's turn is rendered behind a
-placeholder (`Codec.chat_ids`). Without a chat template a context is the messages' texts end to end. If there
-is no template, or it knows no tools, tools are described in the system message
-(`verl/environments/messages.py`).
+placeholder (`Codec.chat_ids`). Without a chat template a context is the messages' texts end to end, and those
+before the first turn are joined as a row's prompt is (`joined_contents`). If there is no template, or it
+knows no tools, tools are described in the system message (`verl/environments/messages.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from typing import Any
 
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
-from verl.data.rl_dataset import encode_prompt, prompt_text
+from verl.data.rl_dataset import encode_prompt, joined_contents, prompt_text
 from verl.environments.messages import CALL_BEGINS, calls_of, text_of, with_tool_calls, with_tool_list
 from verl.inference.engine_thread import TurnResult
 from verl.utils.http_border import ApiError
 
 MAX_SEGMENTS = 1000  # of a session
 _NO_CUT = 1 << 40
+
+
+def _end_to_end(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the context of a conversation without a chat template, as training writes it."""
+    roles = [message["role"] for message in messages]
+    num_before_turns = roles.index("assistant") if "assistant" in roles else len(roles)
+    later_texts = [message["content"] for message in messages[num_before_turns:]]
+    return joined_contents(messages[:num_before_turns]) + "".join(later_texts)
 
 
 class ChatCodec:
@@ -65,7 +73,7 @@ class ChatCodec:
         """
         prepared = self._template_messages(messages, tools)
         if not self._has_template:
-            return self.encode("".join(message["content"] for message in prepared))
+            return self.encode(_end_to_end(prepared))
         try:
             text = prompt_text(self.tokenizer, prepared, tools if self._knows_tools else None)
         except Exception as error:  # templates raise all kinds of errors

@@ -30,6 +30,7 @@ from verl.config.environments import VerifiersConfig
 from verl.utils.errors import CouldNotVerify
 from verl.utils.extras import check_packages
 from verl.utils.importing import describe, import_named
+from verl.utils.reward_score import LARGEST_SCORE
 from verl.utils.rows import row_max_turns, truth_struct
 from verl.verifiers.verifier import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
@@ -120,7 +121,7 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             which = f" with the unknown {', '.join(map(repr, unknown))}" if unknown else ""
             raise ValueError(f"Found verifier {entry!r:.200}{which}; expected {form}.")
         weight = 1.0 if entry.get("weight") is None else as_number(entry["weight"])
-        if not math.isfinite(weight) or isinstance(entry.get("weight"), bool):
+        if not abs(weight) <= LARGEST_SCORE or isinstance(entry.get("weight"), bool):
             given_weight = entry["weight"]
             raise ValueError(
                 f"Found weight {given_weight!r} of verifier {entry['name']!r}; expected a number."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -43,10 +42,10 @@ from verl.trainer.ppo.episodes import (
     room_left,
 )
 from verl.utils.reward_score import (
-    LARGEST_SCORE,
     RewardFunction,
     RewardFunctionFailed,
     call_reward_function,
+    is_score,
     qa_em,
 )
 from verl.utils.reward_score import default_compute_score as exact_match
@@ -538,7 +537,7 @@ def advantage_share(summand: Tensor, advantages: Tensor, mask: Tensor) -> float:
 
 def _finite(value: Any) -> float:
     """Return a number that float32 holds as a float, and NaN for everything else."""
-    return float(value) if isinstance(value, Real) and abs(value) <= LARGEST_SCORE else math.nan
+    return float(value) if is_score(value) else math.nan
 
 
 def turn_ids(batch: DataProto) -> Tensor:

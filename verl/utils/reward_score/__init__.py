@@ -93,6 +93,12 @@ def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
     return function
 
 
+def is_score(value: Any) -> bool:
+    """Return whether a value is a number that float32 holds."""
+    is_number = isinstance(value, Real)
+    return bool(is_number and abs(value) <= LARGEST_SCORE)
+
+
 class RewardFunctionFailed(Exception):
     """An exception of a user's reward function; the message names its line."""
 
@@ -151,8 +157,7 @@ def plain_score(function: RewardFunction, call: Mapping[str, Any], returned: Any
     is_single = getattr(score, "shape", None) == () or getattr(score, "shape", None) == (1,)
     if is_single and hasattr(score, "item"):  # a number of numpy or torch
         score = score.item()
-    is_number = isinstance(score, Real)
-    if score is not None and not (is_number and abs(score) <= LARGEST_SCORE):
+    if score is not None and not is_score(score):
         code = getattr(function, "__code__", None)
         name = getattr(function, "__name__", type(function).__name__)
         location = f"{code.co_filename}, line {code.co_firstlineno}, in {name}" if code else name
