@@ -14,7 +14,7 @@ def jit(function: Callable[..., Any], fastmath: Collection[str] = ()) -> Callabl
     The machine code is kept beside the source or in the user's cache folder. `fastmath` names the liberties
     with float sums that LLVM may take.
     """
-    options = {"nogil": True, "fastmath": set(fastmath)}
+    options: dict[str, Any] = {"nogil": True, "fastmath": set(fastmath)}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # "no locator available": neither folder can be written to

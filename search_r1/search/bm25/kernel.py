@@ -559,7 +559,7 @@ def _look_into(num_chosen, chosen, left, floor, slack, lists, blocks, totals, co
         num_chosen = num_left
     for i in range(num_chosen):
         for j in range(BLOCK_WIDTH):
-            total = np.float32(totals[(i << BLOCK_BITS) + j])
-            if total > 0 and total >= floor:
-                count = _keep(total, (chosen[i] << BLOCK_BITS) + j, count, rows, scores)
+            score = np.float32(totals[(i << BLOCK_BITS) + j])
+            if score > 0 and score >= floor:
+                count = _keep(score, (chosen[i] << BLOCK_BITS) + j, count, rows, scores)
     return count

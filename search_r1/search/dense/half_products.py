@@ -42,5 +42,5 @@ def half_products(rows, query, products):
         row = rows[i]
         total = np.float32(0)
         for j in range(len(query)):
-            total += _widen(row[j]) * query[j]
+            total += _widen(row[j]) * query[j]  # type: ignore[call-arg]  # numba gives the context
         products[i] = total

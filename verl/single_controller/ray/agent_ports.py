@@ -38,10 +38,11 @@ def fixed_agent_ports() -> Iterator[None]:
     def start_raylet_with_ports(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.arguments |= {name: p for name, p in _free_ports().items() if not call.arguments.get(name)}
-        if hasattr(_raylet, "persist_port"):  # Ray's older versions do not wait for it
-            name = _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME
-            port = call.arguments["dashboard_agent_listen_port"]
-            _raylet.persist_port(call.arguments["session_dir"], call.arguments["node_id"], name, port)
+        persist_port = getattr(_raylet, "persist_port", None)
+        if persist_port is not None:  # Ray's older versions do not wait for it
+            name = "dashboard_agent_listen_port"
+            folder = call.arguments["session_dir"]
+            persist_port(folder, call.arguments["node_id"], name, call.arguments[name])
         return start_raylet(*call.args, **call.kwargs)
 
     services.start_raylet = start_raylet_with_ports

@@ -105,7 +105,7 @@ class ValueObjective:
             micro_batch.mask,
             self.config.cliprange_value,
             self.config.loss_agg_mode,
-            denominator,
+            denominator=denominator,
         )
         metrics = {
             "critic/vf_loss": loss.detach(),
