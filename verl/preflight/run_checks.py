@@ -382,8 +382,9 @@ def find_little_memory(target: Target) -> Iterator[Finding]:
         )
     elif (largest := plan.largest_pass) and needed + largest.num_bytes > memory_of_machine():
         yield warning(
-            f"this machine (or its control group) has {format_bytes(memory_of_machine())} of memory, the models need "
-            f"{format_bytes(needed)}, and a pass of {largest.tokens:,} tokens up to {format_bytes(largest.num_bytes)} more",
+            f"this machine (or its control group) has {format_bytes(memory_of_machine())} of memory, the "
+            f"models need {format_bytes(needed)}, and a pass of {largest.tokens:,} tokens up to "
+            f"{format_bytes(largest.num_bytes)} more",
             "passes have fewer tokens if trajectories are shorter than data.max_prompt_length",
             "if the kernel ends the run: smaller passes (actor_rollout_ref.actor.use_dynamic_bsz=true and "
             "ppo_max_token_len_per_gpu), actor_rollout_ref.model.enable_gradient_checkpointing=true",
