@@ -471,7 +471,7 @@ def check_servers(config: Config, options: argparse.Namespace) -> None:
 
     names = [environments_in(path, config.environment.env_class) for path in options.benchmarks]
     asks_server = not set(options.retrievers).isdisjoint((OWN, SHUFFLED))
-    check_search(config, asks_server and not set().union(*names).isdisjoint(SEARCHING))
+    check_search(config, asks_server and not set[str]().union(*names).isdisjoint(SEARCHING))
 
 
 def evaluate(

@@ -1,6 +1,6 @@
 """Packages that not every use needs, and the extra of setup.py that installs each of them.
 
-a check before the run --missing_package("verifier ifeval", "if_verifiable")--> ValueError with the command
+a check before the run --check_packages(user, module)--> the error, with the command that installs it
 """
 
 from __future__ import annotations
