@@ -14,8 +14,8 @@ def jit(function: Callable[..., Any], fastmath: Collection[str] = ()) -> Callabl
     The machine code is kept beside the source or in the user's cache folder. `fastmath` names the liberties
     with float sums that LLVM may take.
     """
-    options: dict[str, Any] = {"nogil": True, "fastmath": set(fastmath)}
+    liberties = set(fastmath)
     try:
-        return numba.njit(cache=True, **options)(function)
+        return numba.njit(nogil=True, cache=True, fastmath=liberties)(function)
     except RuntimeError:  # "no locator available": neither folder can be written to
-        return numba.njit(**options)(function)
+        return numba.njit(nogil=True, fastmath=liberties)(function)

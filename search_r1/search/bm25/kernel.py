@@ -559,7 +559,7 @@ def _look_into(num_chosen, chosen, left, floor, slack, lists, blocks, totals, co
         num_chosen = num_left
     for i in range(num_chosen):
         for j in range(BLOCK_WIDTH):
-            score = np.float32(totals[(i << BLOCK_BITS) + j])
-            if score > 0 and score >= floor:
-                count = _keep(score, (chosen[i] << BLOCK_BITS) + j, count, rows, scores)
+            rounded = np.float32(totals[(i << BLOCK_BITS) + j])
+            if rounded > 0 and rounded >= floor:
+                count = _keep(rounded, (chosen[i] << BLOCK_BITS) + j, count, rows, scores)
     return count
