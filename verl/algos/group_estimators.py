@@ -224,8 +224,8 @@ def compute_gpg_outcome_advantage(
     scores, groups = _grouped(token_level_rewards, mask, index)
     advantages = groups.centred(scores)
     adds = groups.is_counted & (groups.max(advantages.abs()) > 0)
-    factor = groups.is_counted.sum().double() / adds.sum().clamp(min=1)
-    return expand_to_tokens(factor * advantages / f_norm, mask, token_level_rewards.dtype)
+    rescale = groups.is_counted.sum().double() / adds.sum().clamp(min=1)
+    return expand_to_tokens(rescale * advantages / f_norm, mask, token_level_rewards.dtype)
 
 
 @register_adv_est("maxrl")
