@@ -38,11 +38,11 @@ SHELL_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:bash|python|search-r1|git) ")
 
 
 class Instead(NamedTuple):
-    """A command that is run in place of a first command, which needs something that is absent here.
+    """A command that the test runs instead of a first command, which needs something that a test lacks.
 
     Attributes:
         reason: what is absent.
-        change: makes the other command of the first one.
+        change: turns the first command into the one that is run.
     """
 
     reason: str
@@ -74,7 +74,7 @@ INSTEAD = {
 SERVERS = {
     "inference.md": "http://",
     "retrieval.md": "ready: ",
-}  # the line with which each says that it serves
+}  # the start of the line that each prints when it serves
 AS_IN_README = {"first_run.md", "index.md"}
 WITHOUT_COMMAND = {
     "algorithms.md",
@@ -88,6 +88,7 @@ WITHOUT_COMMAND = {
     "prompts.md",
     "search_r1.md",
     "troubleshooting.md",
+    "verl_names.md",
     "walk.md",
 }
 
@@ -172,12 +173,12 @@ def clone(tmp_path_factory) -> Clone:
 
 @pytest.fixture(scope="module")
 def readme(clone) -> Clone:
-    """The clone after all commands of README."""
+    """Return the clone after all commands of README."""
     commands = commands_of(ROOT / "README.md")
     clones, trains, tests = (command.partition("#")[0].strip() for command in commands)
     assert clones == "git clone <this repository> && cd <its folder>"  # `clone` stands for it
     clone.run(trains)
-    assert clone.run(f"{tests} --help").startswith("Checks everything")  # it is what runs this test
+    assert clone.run(f"{tests} --help").startswith("Checks everything")  # in full, it runs this test
     return clone
 
 

@@ -41,10 +41,14 @@ def test_every_arrow_between_rooms_leads_down_and_no_modules_import_each_other()
     assert sorted(HEIGHTS.keys() - set(map(room_of, trees()))) == [], "delete them from LAYERS"
 
 
+def extends_its_namesake(node: ast.ClassDef) -> bool:
+    """Return whether a class extends one of the same name, as `RLHFDataset` does with verl's arguments."""
+    return any(ast.unparse(base).split(".")[-1] == node.name for base in node.bases)
+
+
 def test_names_of_classes_are_unique():
-    classes = [
-        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    ]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node.name for node in nodes if not extends_its_namesake(node)]
     assert [name for name, number in Counter(classes).items() if number > 1] == []
     assert sum(module.endswith(".engine") for module in trees()) <= 1
 

@@ -454,7 +454,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _probabilities(
-    query: Tensor, key_t: Tensor, positions: Tensor, block: Block, window: int | None
+    query: Tensor, key_t: Tensor, positions: Tensor, block: QueryBlock, window: int | None
 ) -> Tensor:
     """Return how much each query of a block attends to each of its keys, [groups, r * rows, keys].
 
@@ -484,7 +484,7 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
     return x[:, :, rows].flatten(1, 2)
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """A block of queries: the groups of heads, the queries, and all keys that any of these queries sees."""
 
     groups: slice
@@ -492,7 +492,7 @@ class Block(NamedTuple):
     keys: slice
 
 
-def _blocks(query: Tensor, positions: Tensor, window: int | None) -> Iterator[Block]:
+def _blocks(query: Tensor, positions: Tensor, window: int | None) -> Iterator[QueryBlock]:
     """Yield the blocks of the query [G, r, N, D]; the scores of a block stay in the processor's cache."""
     num_groups = query.shape[0]
     for start in range(0, len(positions), BLOCK):
@@ -503,7 +503,7 @@ def _blocks(query: Tensor, positions: Tensor, window: int | None) -> Iterator[Bl
         scores_of_group = query.shape[1] * (rows.stop - rows.start) * (keys.stop - keys.start)
         num_together = max(1, BLOCK_SCORES // scores_of_group)
         for group in range(0, num_groups, num_together):
-            yield Block(slice(group, min(group + num_together, num_groups)), rows, keys)
+            yield QueryBlock(slice(group, min(group + num_together, num_groups)), rows, keys)
 
 
 def _hide_(scores: Tensor, positions: Tensor, keys: slice, window: int | None) -> None:
