@@ -397,8 +397,9 @@ HEAD = """# Names of verl that are absent here
 <!-- made by python scripts/compare_with_verl.py --write; the reasons stand in scripts/verl_reasons.yaml -->
 
 {modules} modules of verl 0.9.1 exist here under the same name, with {names} public names in them; {others}
-modules do not exist here. The tables list all that is absent or takes other arguments. What they do not list is there
-and takes verl's keywords. [extending.md](extending.md) says what has the same name and works in another way.
+modules do not exist here. The tables list all that is absent or takes other arguments. What they do not
+list is there and takes verl's keywords. [extending.md](extending.md) says what has the same name and works
+in another way.
 """
 
 

@@ -51,7 +51,7 @@ def test_each_python_command_shows_its_own_help(name, monkeypatch, capsys):
 
 
 def run_installed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as one that was installed from this checkout does, in a folder."""
+    """Run the command in a folder, as it was installed from this checkout."""
     code = (
         f"import sys; sys.path.insert(0, {str(command.ROOT)!r}); from search_r1.command import main; main()"
     )

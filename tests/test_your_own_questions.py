@@ -1,4 +1,4 @@
-"""docs/your_own_questions.md: its files and commands, in order, with a random model in place of Gemma."""
+"""The files and commands of docs/your_own_questions.md work in order, with a random model as Gemma."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def numbers(*results: Tensor) -> list[float]:
 
 
 def aggregated() -> dict[str, list[float]]:
-    """Results of agg_loss and compute_value_loss."""
+    """Return the results of agg_loss and compute_value_loss."""
     results = {}
     for mode in MODES:
         loss = algos.agg_loss(loss_mat=NEW.abs() + 0.1, loss_mask=MASK, loss_agg_mode=mode, **GLOBAL_BATCH)
@@ -97,10 +97,10 @@ def aggregated() -> dict[str, list[float]]:
 
 
 def losses(actor: Any) -> dict[str, list[float]]:
-    """Losses and gradients by their names, with the default aggregation and with one that is given."""
+    """Return losses and gradients by their names, with the default aggregation and with a given one."""
     results = {}
     cases = [(name, {}) for name in LOSSES]
-    # verl's sapo aggregates in one way, whatever is given
+    # verl's sapo ignores the given aggregation
     cases += [(name, {"loss_agg_mode": "seq-mean-token-sum-norm"}) for name in LOSSES if name != "sapo"]
     for name, mode in cases:
         log_prob = NEW.clone().requires_grad_()
@@ -129,7 +129,7 @@ def losses(actor: Any) -> dict[str, list[float]]:
 
 
 def estimated() -> dict[str, list[float]]:
-    """Advantages, and returns where they are others, from all that verl's trainer passes."""
+    """Return advantages, and returns where they differ, from all that verl's trainer passes."""
     results = {}
     shared = {"response_mask": MASK, "index": UIDS, "config": ALGORITHM}
     baselines = table([0.1, 0.2, 0.3, 0.4, 0.5])[0]
@@ -165,7 +165,7 @@ def estimated() -> dict[str, list[float]]:
 
 
 def others() -> dict[str, list[float]]:
-    """Rewards with a KL, and the estimators of the KL."""
+    """Return rewards with a KL penalty, and the estimators of the KL."""
     rewards = algos.compute_rewards(
         token_level_scores=REWARDS, old_log_prob=OLD, ref_log_prob=NEW, kl_ratio=0.3
     )

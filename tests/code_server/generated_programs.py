@@ -2,7 +2,7 @@
 
     cases(seed, num_cases) -> [(kind, program, [test, ...]), ...]
 
-Every third test or so is wrong on purpose. Whether a test passes is not said here: plain Python says it.
+About every third test is wrong on purpose. This module does not say whether a test passes: plain Python decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def kind(make: Callable[[random.Random], Case]) -> Callable[[random.Random], Cas
 
 
 def cases(seed: int, num_cases: int) -> list[tuple[str, str, list[str]]]:
-    """Return programs of all kinds by turns, the same for the same seed."""
+    """Return programs of all kinds in turn; the same seed gives the same programs."""
     made = []
     names = sorted(KINDS)
     for number in range(num_cases):
@@ -40,7 +40,7 @@ def word(rng: random.Random) -> str:
 
 
 def off(rng: random.Random) -> int:
-    """Return 0, or now and then 1: what makes an expected number wrong."""
+    """Return 0, or now and then 1, which makes an expected number wrong."""
     return int(rng.random() < 0.35)
 
 

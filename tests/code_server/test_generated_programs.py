@@ -1,4 +1,4 @@
-"""500 honest programs of some twenty kinds: the code server says of each test what plain Python says."""
+"""The code server judges each test of 500 honest programs, of some twenty kinds, as plain Python does."""
 
 from __future__ import annotations
 

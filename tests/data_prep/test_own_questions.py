@@ -1,4 +1,4 @@
-"""Questions and documents of one's own: rows, passages, and mistakes that are named."""
+"""Questions and documents of your own become rows and passages, and mistakes in them are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that the evaluation says before it loads torch, and the settings that its first line names."""
+"""The evaluation reports mistakes before it loads torch, and its first line shows the settings."""
 
 import fcntl
 import json
@@ -50,7 +50,7 @@ def arguments(run, *more):
 
 
 def address(run, capsys, *more):
-    """Return the address of the search server that an evaluation of a run asks, and the line that says it."""
+    """Return the address of the search server that an evaluation of a run asks, and what it prints."""
     parser = build_parser("evaluate", None, "evals")
     options = read_options(parser, arguments(run, *more))
     config = settings_of(run / "global_step_5" / "actor" / "huggingface", options)
@@ -77,7 +77,7 @@ def test_without_searches_no_server_is_named(run, capsys):
 
 
 def test_mistakes_are_said_without_torch(run):
-    """Each is status 2 and one line; no model could be loaded from the folder."""
+    """Each mistake is status 2 and one line, although no model could be loaded from the folder."""
     results = run.parent / "evals" / "run" / "global_step_5" / "rows"
     results.mkdir(parents=True)
     (run.parent / "broken.jsonl").write_text(json.dumps({**ROW, "prompt": []}) + "\n")

@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_sdpa(heads, groups, window):
 def test_long_rows_are_computed_again_and_in_parts_with_the_same_result(
     monkeypatch, dtype, window, block_scores
 ):
-    """Bit for bit: probabilities that are kept, those that are computed again, and groups of heads apart."""
+    """Kept probabilities, recomputed ones and separate groups of heads give equal bits."""
     generator = torch.Generator().manual_seed(0)
     shapes = (6, 200, 16), (3, 200, 16), (3, 200, 16)
     inputs = [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]

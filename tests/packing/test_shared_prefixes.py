@@ -65,7 +65,7 @@ def test_a_plan_has_every_row_once_and_counts_shared_tokens_once(sequences, max_
 
 
 def group_of(size, prompt, completion, first_token=0):
-    """Sequences that share a prompt and nothing else."""
+    """Return sequences that share a prompt and nothing else."""
     beginning = np.arange(first_token, first_token + prompt)
     return [np.concatenate([beginning, np.full(completion, 10**6 + member)]) for member in range(size)]
 

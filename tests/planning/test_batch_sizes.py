@@ -1,4 +1,4 @@
-"""Runs on few rows need no other batch sizes."""
+"""Batch sizes shrink to the rows of a run, so that runs on few rows need no other settings."""
 
 import pytest
 from quick_config import config_with

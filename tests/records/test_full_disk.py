@@ -42,7 +42,7 @@ class Run(ResumableRun):
                     raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
 
 
-def test_b8_a_disk_that_is_full_keeps_the_steps_and_is_one_line(tmp_path, capsys):
+def test_a_disk_that_is_full_keeps_the_steps_and_is_one_line(tmp_path, capsys):
     run = Run(tmp_path, fails_at=2)
     assert run_program(lambda closing, stop: run) == 3
     assert run.checkpoints.steps() == [2]
@@ -52,7 +52,7 @@ def test_b8_a_disk_that_is_full_keeps_the_steps_and_is_one_line(tmp_path, capsys
     assert "goes on from step 2" in error
 
 
-def test_b8_a_disk_that_has_no_room_for_a_checkpoint_either_says_where_the_run_goes_on(
+def test_a_disk_that_has_no_room_for_a_checkpoint_either_says_where_the_run_goes_on(
     tmp_path, capsys, monkeypatch
 ):
     run = Run(tmp_path, fails_at=3)

@@ -1,4 +1,4 @@
-"""docs/verl_names.md says all that differs between the names of verl 0.9.1 and ours."""
+"""docs/verl_names.md lists all that differs between the names of verl 0.9.1 and ours."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import compare_with_verl as compare  # noqa: E402
 SOURCE = os.environ.get("VERL_SOURCE")  # a wheel, an sdist or a folder of verl 0.9.1
 
 
-@pytest.mark.ray  # the modules of worker groups are looked at too
+@pytest.mark.ray  # the script imports the modules of worker groups, too
 def test_the_page_is_what_the_script_makes_of_the_code():
     names = json.loads(compare.NAMES.read_text())
     reasons = yaml.safe_load(compare.REASONS.read_text())

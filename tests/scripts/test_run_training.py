@@ -58,7 +58,7 @@ if program.endswith(("main_ppo", "verl.rl")):
     def stop(number, frame):
         time.sleep(300 if "deaf" in os.environ["STUB"] else 0.3)  # the rest of a step
         sys.exit(3)
-    if "loading" not in os.environ.get("STUB", ""):  # else it does not listen to signals yet
+    if "loading" not in os.environ.get("STUB", ""):  # without them it does not handle signals yet
         signal.signal(signal.SIGUSR1, stop)
         signal.signal(signal.SIGUSR2, stop)
     (notes / "folder").write_text(os.getcwd())
@@ -141,7 +141,7 @@ def settings(repository: Path):
 
 
 def called(repository: Path):
-    """The folder in which the run was started, and its settings as they are read there."""
+    """Return the folder in which the run was started, and its settings as they are read there."""
     found = note(repository, "main_ppo")
     assert found is not None
     cwd = (repository / "notes" / "folder").read_text()
@@ -394,14 +394,14 @@ def test_a_run_is_called_after_the_overrides_that_decide_what_it_learns(
     [
         (["--config", "configs/agent.yaml"], "-agent"),
         (["--config=configs/agent.yaml", "max_turns=2"], "-agent-max_turns-2"),
-        (["--config", "configs/microworld_grpo.yaml"], ""),  # the settings that it has without
+        (["--config", "configs/microworld_grpo.yaml"], ""),  # the settings of a run without --config
         (["@configs/agent.yaml"], "-agent"),
         (["@", "configs/agent.yaml"], "-agent"),
         (["+recipe=agent"], "-agent"),
     ],
 )
 def test_a_run_is_called_after_its_files_of_settings(repository, line, label):
-    """Else the run of --config configs/agent.yaml meets the quickstart's, which has other settings."""
+    """Otherwise --config configs/agent.yaml finds the quickstart's run, which has other settings."""
     assert run(repository, *line)[0] == 0
     settings_given = [argument for argument in note(repository, "main_ppo")[1] if "=" in argument]
     name = dict(argument.split("=", 1) for argument in settings_given)["trainer.experiment_name"]

@@ -110,7 +110,7 @@ def test_with_vllm_the_versions_and_the_build_are_those_for_the_machine(installi
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose .venv install_environment has made; its python notes what it is asked in `notes`."""
+    """Return a checkout whose .venv install_environment has made; its python logs its calls in `notes`."""
     for name in ("scripts", "setup.py", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     programs = tmp_path / ".venv" / "bin"
@@ -123,7 +123,7 @@ def checkout(tmp_path):
 
 
 def set_up(checkout: Path, extras: str) -> subprocess.CompletedProcess[str]:
-    """Set up in a checkout whose .venv is active."""
+    """Set up the environment of a checkout whose .venv is active."""
     code = (
         f'set -euo pipefail; source "{checkout}/scripts/setup.sh"; setup_environment {extras}; echo "$PYTHON"'
     )
@@ -139,7 +139,7 @@ def test_the_projects_own_environment_is_installed_into_also_when_it_is_active(c
     (checkout / "notes").unlink()
     assert set_up(checkout, "train").returncode == 0
     assert "pip install" not in (checkout / "notes").read_text()  # it is there
-    (checkout / ".venv" / ".lock").unlink()  # one that the user has made there: it is used as it is
+    (checkout / ".venv" / ".lock").unlink()  # an environment that the user has made is used as it is
     assert set_up(checkout, "train,gemma").returncode == 0
     assert "pip install" not in (checkout / "notes").read_text()
 

@@ -70,7 +70,7 @@ class ReadsVariables(Worker):
 
 
 def test_worker_env_reaches_each_process(ray_backend):
-    """As verl 0.9.1's tests/single_controller/test_ray_local_envs_on_cpu.py wants it."""
+    """verl 0.9.1's tests/single_controller/test_ray_local_envs_on_cpu.py expects the same."""
     group = ray_backend.RayWorkerGroup(
         ray_backend.RayResourcePool([2]),
         ClassWithInitArgs(ReadsVariables),

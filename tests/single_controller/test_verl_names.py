@@ -222,7 +222,7 @@ def rows_of_numbers(num_rows: int) -> list[dict]:
 
 
 def test_the_data_set_of_runs_has_verls_name_and_verls_arguments(tmp_path):
-    """As verl 0.9.1's trainer makes it (verl/utils/dataset/rl_dataset.py), whose config has more keys."""
+    """verl 0.9.1's trainer makes it like this, with a config that has more keys than ours."""
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows_of_numbers(5)))
     config = {"prompt_key": "prompt", "max_prompt_length": 8, "tokenizer": None, "cache_dir": "~/cache"}
@@ -261,7 +261,7 @@ def test_ranks_know_how_many_there_are_on_their_node_under_verls_name_too():
 
 @pytest.mark.ray
 def test_worker_env_must_not_replace_what_the_group_sets():
-    """As verl 0.9.1's tests/single_controller/test_ray_local_envs_on_cpu.py wants it."""
+    """verl 0.9.1's tests/single_controller/test_ray_local_envs_on_cpu.py expects the same."""
     pytest.importorskip("ray")
     from verl.single_controller.ray.base import RayResourcePool, RayWorkerGroup
 

@@ -8,7 +8,7 @@ from verl.utils.addresses import open_note
 
 
 class Served(Exception):
-    """The server would begin now."""
+    """Raised where the server would start."""
 
 
 def serve(*_, **__):

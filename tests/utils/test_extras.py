@@ -52,7 +52,7 @@ def test_the_list_of_extras_is_that_of_setup_py(file):
 
 @pytest.fixture
 def missing(monkeypatch):
-    """missing(module): from then on the module is not installed."""
+    """Return a function that makes a module look as if it were not installed."""
     gone = set()
     installed = extras.is_installed
     monkeypatch.setattr(extras, "is_installed", lambda name: name not in gone and installed(name))
@@ -82,7 +82,7 @@ def config_of(tmp_path, line: str, *settings: str):
 def test_a_verifier_s_package_is_named_once_for_all_rows(
     tmp_path, missing, monkeypatch, verifier, label, module, extra
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no look is remembered
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no check is remembered
     missing(module)
     config = config_of(tmp_path, ROW % (verifier, label))
     with pytest.raises(MissingPackage) as error:

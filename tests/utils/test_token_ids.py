@@ -18,10 +18,10 @@ EXPECTED = "2 tokens of the tokenizer beyond the model's vocabulary (the first: 
 
 @pytest.fixture
 def folder(tmp_path):
-    """The shipped model with two words more in its tokenizer."""
+    """Return a copy of the shipped model whose tokenizer has two more words."""
     folder = shutil.copytree(MODEL, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<tool>", "</tool>", "Question"])  # it has "Question" already
+    tokenizer.add_tokens(["<tool>", "</tool>", "Question"])  # "Question" is there already
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -30,7 +30,7 @@ def small_windows(monkeypatch):
 
 @pytest.fixture(params=[math.inf, -math.inf], ids=["by documents", "by blocks"])
 def way(request, monkeypatch):
-    """Answer by documents, or by blocks, whatever it costs."""
+    """Make every query be answered by documents, or by blocks, whatever it costs."""
     monkeypatch.setattr("search_r1.search.bm25.bm25_retriever.BLOCKS_START", request.param)
 
 

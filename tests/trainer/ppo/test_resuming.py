@@ -1,4 +1,4 @@
-"""Settings that all checkpoints of a run share."""
+"""The settings that all checkpoints of a run share are in the name that the scripts give it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "run_training.sh"
 
 
 def test_the_name_that_the_scripts_give_a_run_tells_all_settings_apart_which_a_checkpoint_must_share():
-    """Else a run with another setting meets the checkpoints of the first one, and is refused."""
+    """Otherwise a run with other settings finds the checkpoints of the first one, and is refused."""
     blocks = tuple(f"{key}." for key in DECISIVE)
     keys = [key for key in flatten(load_config([])) if f"{key}.".startswith(blocks)]
     loop = 'source "$1"; shift; for key; do overrides_label "$key=7"; done'

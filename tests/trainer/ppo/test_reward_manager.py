@@ -124,7 +124,7 @@ def test_rule_2_padding_is_not_found_by_its_id():
 
 
 class CountingTokenizer(ByteTokenizer):
-    """A byte tokenizer that notes what it decodes."""
+    """A byte tokenizer that records what it decodes."""
 
     def __init__(self) -> None:
         self.decoded: list[str] = []

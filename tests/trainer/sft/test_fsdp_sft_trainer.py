@@ -119,7 +119,7 @@ def test_a_request_to_stop_writes_a_checkpoint_and_the_same_command_goes_on(
     assert steps == sorted(set(steps)) and 1 in steps
 
 
-def test_b8_a_disk_that_is_full_is_one_line_and_keeps_the_finished_steps(line, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_is_full_is_one_line_and_keeps_the_finished_steps(line, tmp_path, monkeypatch, capsys):
     append = MetricsFile.append
 
     def fail_at_step_2(self, step, figures):
