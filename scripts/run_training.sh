@@ -252,7 +252,8 @@ What it reads from the environment (all optional):
                    seed, file of settings, and the overrides that decide what the run learns
   VERL__A__B=1     sets the key a.b, more weakly than files and KEY=VALUE do
 
-Folders in these variables are relative to where the script is called, paths in KEY=VALUE to the repository.
+Paths in these variables, in KEY=VALUE and in your files of settings are relative to the folder in which you call the
+script. Data and runs that it makes by itself go to data/ and verl_checkpoints/ of the repository.
 Exit status: 0 done, 2 a mistake in what was asked, 3 ended early, 130 interrupted (docs/troubleshooting.md).
 
 TEXT
