@@ -12,8 +12,8 @@
 #
 # What it reads from the environment (all optional):
 #   SEED       of the split into training and test, and of all runs; default 0
-#   SOURCES    folder with the three files of questions and passages; default ../shared/data if there is such a folder,
-#              else data/sources. Where one is missing, the script says how to fetch it.
+#   SOURCES    folder with the three files of questions and passages; default data/sources. Where one is missing, the
+#              script says how to fetch it.
 #   MODEL      a Hugging Face folder to start from; default: Gemma 3 270M, which is fetched (Gemma's terms hold)
 #   NUM_VAL    questions that are asked during GRPO, taken from those of training; default 64
 #   MINUTES    for the whole: GRPO ends early if they run out; default 150, with --short 15
@@ -24,7 +24,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/run_training.sh"
 answer_help "$@"
 cd "$REPO_ROOT"
 SEED="${SEED:-0}" NUM_VAL="${NUM_VAL:-64}" short=
-[ -n "${SOURCES:-}" ] || { [ -d ../shared/data ] && SOURCES=../shared/data; } || SOURCES=data/sources
+SOURCES="${SOURCES:-data/sources}"
 SOURCES="$(absolute "$SOURCES")"
 [[ "$SOURCES" == /* ]] || SOURCES="$REPO_ROOT/$SOURCES"    # it is not there, and will be looked for here
 model="$(absolute "${MODEL:-$REPO_ROOT/data/gemma-3-270m}")"    # the same before it is there and after
