@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
 from scripts.bench.servers import ENVIRONMENT  # noqa: E402
 
 DEFAULTS: dict[str, dict[str, Any]] = {

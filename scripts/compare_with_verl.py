@@ -37,9 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has a missing package)
+import yaml  # noqa: E402
+
 NAMES = ROOT / "scripts" / "verl_names.json"
 REASONS = ROOT / "scripts" / "verl_reasons.yaml"
 PAGE = ROOT / "docs" / "verl_names.md"
