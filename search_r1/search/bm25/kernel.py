@@ -434,7 +434,8 @@ def _search_blocks(topk, floor, slack, lists, blocks, totals, rows, scores):
                 continue
             for slot in range(GROUP):
                 bound = bounds_of_groups[slot, group]
-                if bound < lower or bound >= upper or bound + slack < floor:
+                # Blocks without a term have no bound, and so have those beyond the last block.
+                if bound == 0 or bound < lower or bound >= upper or bound + slack < floor:
                     continue
                 chosen[num_chosen] = slot * num_groups + group
                 left[num_chosen] = bound

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 from bm25_reference import Reference, corpus_of
@@ -82,6 +85,23 @@ def test_frequencies_and_lengths_beyond_the_codes_count_in_full(way):
     for query in ("fox", "owl", "fox owl owl"):
         for topk in (5, 500):
             assert answer(retriever, query, topk) == reference.search(query, topk)
+
+
+SMALL_CORPUS = """
+import math
+from bm25_reference import Reference, corpus_of
+from search_r1.search.bm25 import BM25Retriever, bm25_retriever
+bm25_retriever.BLOCKS_START = -math.inf
+texts = ["fox", "owl fox", "bear"] * 43
+[documents], _ = BM25Retriever(corpus_of(texts)).batch_search(["fox owl"], 3)
+assert [document.row for document in documents] == [row for row, _ in Reference(texts).search("fox owl", 3)]
+"""
+
+
+def test_a_search_by_blocks_reads_nothing_beyond_the_last_block():
+    # Not compiled, it raises IndexError for such a read.
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", SMALL_CORPUS], env=environment, check=True)
 
 
 def test_equal_scores_keep_the_order_of_the_corpus(way, small_windows):
