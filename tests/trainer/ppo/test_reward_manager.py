@@ -166,6 +166,17 @@ def test_texts_are_those_of_the_tokenizers_own_decoding():
     assert segments[0].text == tokenizer.decode(without_eos, clean_up_tokenization_spaces=False)
 
 
+def test_texts_of_no_token_are_empty_wherever_they_stand():
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    empty = np.array([], dtype=np.int64)
+    silent = np.array([tokenizer.eos_token_id])
+    word = np.array(tokenizer.encode(" river"))
+    text = tokenizer.decode(word)
+    manager = RewardManager(tokenizer)
+    assert manager._texts([empty, word, silent, empty, word]) == ["", text, "", "", text]
+    assert manager._texts([empty]) == [""]
+
+
 def test_the_format_reward_sees_observations():
     turn = ("<think>t</think><search>q</search>", 1)
     end = ("<think>t</think><answer>Paris</answer>", 1)

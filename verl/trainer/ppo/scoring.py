@@ -166,7 +166,8 @@ class RewardManager:
             return []
         ids = np.concatenate(runs)
         is_visible = ~np.isin(ids, self._silent_ids)
-        ends = np.cumsum(is_visible)[np.cumsum([len(run) for run in runs]) - 1]
+        num_visible = np.concatenate([[0], np.cumsum(is_visible)])  # before each token, and in all
+        ends = num_visible[np.cumsum([len(run) for run in runs])]
         visible_runs = np.split(ids[is_visible], ends[:-1])
         keys = [run.tobytes() for run in visible_runs]
         distinct = dict(zip(keys, visible_runs, strict=True))
