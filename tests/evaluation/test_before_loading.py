@@ -76,6 +76,15 @@ def test_without_searches_no_server_is_named(run, capsys):
     assert "searches at" not in address(run, capsys, "do_search=false")[1]
 
 
+def test_more_rows_than_a_file_has_are_a_mistake_also_where_the_file_is_large(run, monkeypatch):
+    monkeypatch.setattr("verl.data.row_check.SMALL_BYTES", 0)
+    options = read_options(build_parser("evaluate", None, "evals"), arguments(run, "-n", "9"))
+    folder = run / "global_step_5" / "actor" / "huggingface"
+    target = program.EvaluationTarget(folder, Path("run"), settings_of(folder, options))
+    with pytest.raises(ValueError, match="-n: found 9, .* has 1 rows"):
+        program.check_rows(target, options)
+
+
 def test_mistakes_are_said_without_torch(run):
     """Each mistake is status 2 and one line, although no model could be loaded from the folder."""
     results = run.parent / "evals" / "run" / "global_step_5" / "rows"

@@ -432,11 +432,11 @@ def check_writable(folder: Path) -> None:
 def check_rows(target: EvaluationTarget, options: argparse.Namespace) -> None:
     """Look at the user's reward function, at the environments and at the rows, without a tokenizer.
 
-    Rows of large files are looked at beside the loading of the model.
+    Rows of large files are looked at with the tokenizer alone, after the model is loaded.
 
     Raises ValueError if they can't be used, or if a file has fewer rows than -n asks for.
     """
-    from verl.data.rl_dataset import RLHFDataset, row_settings
+    from verl.data.rl_dataset import RLHFDataset, read_rows, row_settings
     from verl.data.row_check import SMALL_BYTES, RowCheck
     from verl.data.row_environments import environments_in
     from verl.environments.registry import SEARCH, check_usable
@@ -452,14 +452,15 @@ def check_rows(target: EvaluationTarget, options: argparse.Namespace) -> None:
     verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / target.name))
     try:
         for path in options.benchmarks:
+            if options.n is not None:
+                num_rows = sum(1 for _ in read_rows(str(path), lambda columns, where: None))
+                if options.n > num_rows:
+                    raise ValueError(
+                        f"-n: found {options.n}, {path} has {num_rows} rows; expected at most that"
+                    )
             if path.stat().st_size > SMALL_BYTES:
                 continue
-            dataset = RLHFDataset(str(path), None, row_settings(config))
-            if options.n is not None and options.n > len(dataset):
-                raise ValueError(
-                    f"-n: found {options.n}, {path} has {len(dataset)} rows; expected at most that"
-                )
-            dataset.limit_rows(options.n)
+            dataset = RLHFDataset(str(path), None, row_settings(config), options.n)
             RowCheck.of(config, [dataset], None, None, verifiers).check()
     finally:
         verifiers.close()
@@ -521,8 +522,11 @@ def evaluate(
         open_agent = stack.pop_all()
     with open_agent:
         data = row_settings(config)
+        row_tokenizer = agent.tokenizer
         if not hasattr(agent.tokenizer, "vocab_size"):  # tokens are messages here: the server limits lengths
             data["truncation"] = "left"
+            row_tokenizer = None
+        vocab_size = agent.engine.vocab_size if target.folder is not None else None
         verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / name))
         open_agent.callback(verifiers.close)
         score = load_reward_function(config.custom_reward_function)
@@ -530,8 +534,6 @@ def evaluate(
         datasets: dict[Path, RLHFDataset] = {}
         for path in options.benchmarks:
             datasets[path] = RLHFDataset(str(path), agent.tokenizer, data, options.n)
-            row_tokenizer = agent.tokenizer if hasattr(agent.tokenizer, "vocab_size") else None
-            vocab_size = agent.engine.vocab_size if target.folder is not None else None
             RowCheck.of(config, [datasets[path]], row_tokenizer, vocab_size, verifiers).check()
         benchmarks: list[Benchmark] = []
         for planned in target.benchmarks(options):
