@@ -253,7 +253,8 @@ What it reads from the environment (all optional):
   VERL__A__B=1     sets the key a.b, more weakly than files and KEY=VALUE do
 
 Paths in these variables, in KEY=VALUE and in your files of settings are relative to the folder in which you call the
-script. Data and runs that it makes by itself go to data/ and verl_checkpoints/ of the repository.
+script. The shipped settings are found from anywhere. Data and runs that it makes by itself go to data/ and
+verl_checkpoints/ of the repository.
 Exit status: 0 done, 2 a mistake in what was asked, 3 ended early, 130 interrupted (docs/troubleshooting.md).
 
 TEXT
@@ -289,9 +290,9 @@ run_training() {
             *) passed+=("$argument") ;;
         esac
         case "$argument" in
-            *retriever.url=* | *do_search=[Ff]alse | *trainer.dry_run=[Tt]rue) needs_server=false ;;
+            *retriever.url=* | *do_search=[Ff]alse) needs_server=false ;;
+            *trainer.dry_run=[Tt]rue) dry_run=true needs_server=false ;;    # a plan, without data
         esac
-        [[ "$argument" == *trainer.dry_run=[Tt]rue ]] && dry_run=true needs_server=false    # a plan, without data
     done
     [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
     if $is_config; then
