@@ -166,20 +166,21 @@ def _of_global_batch(
             f"dp_size: found {dp_size!r}, expected a whole number of ranks of at least 1. A LossDenominator "
             "is given by keyword, as denominator=."
         )
-    of_mask = denominator_counts(mask)
-    counts = [*of_mask]
-    given = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
-    for place, (name, count) in enumerate(given.items()):
-        needed = loss_agg_mode == "token-mean" if place == 0 else loss_agg_mode.startswith("seq-mean")
+    counts = [*denominator_counts(mask)]
+    given = (
+        ("batch_num_tokens", batch_num_tokens, loss_agg_mode == "token-mean"),
+        ("global_batch_size", global_batch_size, loss_agg_mode.startswith("seq-mean")),
+    )
+    for position, (name, count, is_needed) in enumerate(given):
         if count is not None:
-            counts[place] = float(count)
-        elif needed and dp_size > 1:
+            counts[position] = float(count)
+        elif is_needed and dp_size > 1:
             raise ValueError(
                 f"Found dp_size={dp_size} and no {name}; expected the count of all ranks, by which "
                 f"loss_agg_mode {loss_agg_mode!r} divides. Give {name}."
             )
-        if counts[place] < 0:
-            raise ValueError(f"{name}: found {counts[place]:g}, expected a count of at least 1.")
+        if counts[position] < 0:
+            raise ValueError(f"{name}: found {counts[position]:g}, expected a count of at least 0.")
     return LossDenominator.from_counts(counts, loss_scale_factor)
 
 
