@@ -33,13 +33,14 @@ def _end_program(kind: type[BaseException], error: BaseException, trace: Traceba
     advice = (
         f"Use {environment}" if environment.exists() else "Run bash train_grpo.sh, which makes .venv once"
     )
-    from verl.utils.extras import OPTIONAL_PACKAGES
+    from verl.utils.extras import CONSTRAINTS, OPTIONAL_PACKAGES
 
     # A package that no other extra holds comes with the training stack and the retrieval server.
     extras = OPTIONAL_PACKAGES[name][1] if name in OPTIONAL_PACKAGES else "train,retrieval"
+    constraints = ROOT / CONSTRAINTS.get(extras, "constraints.txt")
     print(
         f"error: {sys.executable} has no {name}. {advice}, or install the project: "
-        f"{sys.executable} -m pip install -c {ROOT / 'constraints.txt'} -e '{ROOT}[{extras}]'",
+        f"{sys.executable} -m pip install -c {constraints} -e '{ROOT}[{extras}]'",
         file=sys.stderr,
     )
     raise SystemExit(2)
