@@ -166,9 +166,9 @@ class RowCheck:
         num_mistakes = 0
         num_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
         with ThreadPoolExecutor(num_threads, "row-check") as pool:
-            for of_chunk in self._checked_chunks(pool, num_threads):
-                num_mistakes += len(of_chunk)
-                mistakes += of_chunk[: _SHOWN - len(mistakes)]
+            for chunk_mistakes in self._checked_chunks(pool, num_threads):
+                num_mistakes += len(chunk_mistakes)
+                mistakes += chunk_mistakes[: _SHOWN - len(mistakes)]
         if mistakes:
             lines = "".join(f"\n  {place}, column {column}: {text}" for place, column, text in mistakes)
             more = "" if num_mistakes <= _SHOWN else f"\n  and {num_mistakes - _SHOWN} more"
@@ -232,11 +232,14 @@ class RowCheck:
 
     def _note_answers(self, dataset: RLHFDataset, place: Any, truth: Any, answers: Sequence[str]) -> None:
         """Note golden answers that a policy can't or hardly give."""
+        texts = []
         if has_empty_answer(truth):
-            text = "an empty golden answer beside others, which nobody can give"
-            self.notes.setdefault(text, []).append(dataset.place_name(place))
+            texts.append("an empty golden answer beside others, which nobody can give")
         if has_unusual_letters(answers):
-            text = "golden answers in full-width letters or with curly quotes, which are compared as written"
+            texts.append(
+                "golden answers in full-width letters or with curly quotes, which are compared as written"
+            )
+        for text in texts:
             self.notes.setdefault(text, []).append(dataset.place_name(place))
 
     def _render(self, cells: ReadRow) -> str:
@@ -303,8 +306,7 @@ class RowCheck:
         for entry in assigned:
             with self._verifier_lock:
                 verifier = self.verifiers[entry.name]
-            made_by: Any = type(verifier)
-            self._sources |= _source_files(made_by)
+            self._sources |= _source_files(type(verifier))
             verifier.check_label(entry.label)
         truth = cells.reward_model["ground_truth"]
         answers = list[str]()
@@ -349,8 +351,8 @@ class RowCheck:
     def key(self) -> str | None:
         """Return a digest of all that the look depends on, or None if that has no digest.
 
-        These are the files, the settings, the tokenizer with its template, and the code of the rooms that
-        read and score rows.
+        These are the files, the settings, the tokenizer with its template, and the code that reads
+        and scores rows.
         """
         facts = list[Any]()
         for dataset in self.datasets:

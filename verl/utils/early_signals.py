@@ -11,12 +11,10 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+_INTERRUPTED = (130, "interrupted: no step was begun")
 _ENDS = {
-    signal.SIGINT: (130, "interrupted: no step was begun"),
-    signal.SIGUSR2: (
-        130,
-        "interrupted: no step was begun",
-    ),  # a Ctrl-C that scripts/run_training.sh passes on
+    signal.SIGINT: _INTERRUPTED,
+    signal.SIGUSR2: _INTERRUPTED,  # a Ctrl-C that scripts/run_training.sh passes on
     signal.SIGUSR1: (3, "stopped: asked to stop before the first step; the same command begins again"),
 }
 
@@ -36,6 +34,7 @@ def end_on_signals(argv: Sequence[str]) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    """Say how the program ends, and end it."""
     status, line = _ENDS[signal.Signals(number)]
     sys.stdout.flush()
     os.write(2, f"{line}\n".encode())

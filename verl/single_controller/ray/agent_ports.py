@@ -37,7 +37,9 @@ def fixed_agent_ports() -> Iterator[None]:
 
     def start_raylet_with_ports(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        call.arguments |= {name: p for name, p in _free_ports().items() if not call.arguments.get(name)}
+        for name, port in _free_ports().items():
+            if not call.arguments.get(name):
+                call.arguments[name] = port
         persist_port = getattr(_raylet, "persist_port", None)
         if persist_port is not None:  # Ray's older versions do not wait for it
             name = "dashboard_agent_listen_port"
