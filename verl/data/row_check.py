@@ -23,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -154,8 +155,11 @@ class RowCheck:
 
         Raises ValueError if rows can't be used. It names ten of them at most.
         """
-        with suppress(TimeoutError):
-            self.start()._ended.result(seconds)  # type: ignore[union-attr]
+        self.start()
+        assert self._ended is not None
+        ended, _ = wait_for_futures([self._ended], seconds)
+        for future in ended:
+            future.result()
 
     def check(self) -> None:
         """Look at all rows now, unless that is remembered. Raises ValueError if rows can't be used."""
@@ -395,7 +399,9 @@ def check_small_files(config: Config) -> None:
     """
     data = config.data
     sources = sources_of(config)
-    keys = ["train_files"] * (data.mixture is None) + ["val_files", "extra_val_files"]
+    keys = ["val_files", "extra_val_files"]
+    if data.mixture is None:
+        keys.append("train_files")
     files = [Path(file).expanduser() for key in keys for file in as_list(data[key]) if file is not None]
     files += [Path(file).expanduser() for source in sources for file in source.files]
     if not all(path.is_file() for path in files) or any(source.env is not None for source in sources):
