@@ -76,9 +76,10 @@ def microworld_questions(folder: Path) -> list[tuple[str, list[str]]]:
 
 def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
     """Return the CPU seconds (all threads) and the wall-clock seconds of some work."""
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu_start = time.process_time()
+    wall_start = time.perf_counter()
     work()
-    return time.process_time() - cpu, time.perf_counter() - wall
+    return time.process_time() - cpu_start, time.perf_counter() - wall_start
 
 
 def main() -> int:

@@ -242,26 +242,26 @@ def differences(names: Mapping[str, Any]) -> list[Difference]:
 
     Raises ValueError if a module exists here by now whose names were not read.
     """
-    found = []
+    all_differences = []
     for module in names["absent"]:
         if our_file(module) is not None:
             raise ValueError(
                 f"Found {module} in {NAMES.name} as absent, but it exists here; read verl again (--read)."
             )
-        found.append(Difference(module, "", "absent"))
+        all_differences.append(Difference(module, "", "absent"))
     for module, theirs in names["modules"].items():
         if our_file(module) is None:
-            found.append(Difference(module, "", "absent"))
+            all_differences.append(Difference(module, "", "absent"))
             continue
         ours = importlib.import_module(module)
         for name, value in theirs.items():
             if not hasattr(ours, name):
-                found.append(Difference(module, name, "absent"))
+                all_differences.append(Difference(module, name, "absent"))
             elif isinstance(value, list):
-                found += of_function(module, name, value, getattr(ours, name))
+                all_differences += of_function(module, name, value, getattr(ours, name))
             elif isinstance(value, dict):
-                found += of_class(module, name, value, getattr(ours, name))
-    return found
+                all_differences += of_class(module, name, value, getattr(ours, name))
+    return all_differences
 
 
 def of_class(module: str, name: str, methods: Mapping[str, Any], ours: Any) -> Iterator[Difference]:
@@ -347,9 +347,9 @@ def table(names: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
 
     Raises ValueError that lists the differences without a reason, and the reasons without a difference.
     """
-    found = differences(names)
-    used = {difference.key: reason_of(difference.key, reasons) for difference in found}
-    without = sorted({f"{d.key} ({d.kind} {d.detail})" for d in found if used[d.key] is None})
+    all_differences = differences(names)
+    used = {difference.key: reason_of(difference.key, reasons) for difference in all_differences}
+    without = sorted({f"{d.key} ({d.kind} {d.detail})" for d in all_differences if used[d.key] is None})
     needless = sorted(set(reasons) - {key for key in used.values() if key is not None})
     if without or needless:
         lines = [f"no reason for: {name}" for name in without]
@@ -360,14 +360,14 @@ def table(names: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
     text = [HEAD.format(modules=len(modules), names=num_names, others=len(names["absent"]))]
     text.append("\n## In modules that exist here too\n")
     text.append("| verl | difference | here |\n|---|---|---|")
-    for difference in found:
+    for difference in all_differences:
         key = used[difference.key]
         if difference.name and key is not None:
             text.append(f"| `{difference.key}` | {said(difference)} | {reasons[key]} |")
     text.append("\n## Modules that do not exist here\n")
     text.append("| verl | here |\n|---|---|")
     rows: dict[str, list[str]] = {}
-    for difference in found:
+    for difference in all_differences:
         key = used[difference.key]
         if not difference.name and key is not None:
             rows.setdefault(key, []).append(difference.module)
@@ -413,7 +413,6 @@ def main() -> int:
     parser.add_argument("--read", type=Path, help="verl's wheel, sdist or source folder")
     parser.add_argument("--write", action="store_true", help="write docs/verl_names.md")
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     try:
         if options.read is not None:
             NAMES.write_text(json.dumps(read_names(options.read), indent=1) + "\n")

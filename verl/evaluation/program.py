@@ -634,8 +634,8 @@ def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str]
     except OSError as error:
         if error.errno not in disk_errors:
             raise
-        place = printable(error.filename or options.out)
-        problem = f"{place} can't be written: {error.strerror}"
+        path = printable(error.filename or options.out)
+        problem = f"{path} can't be written: {error.strerror}"
         print(f"error: {problem}. Make room; the same command with --resume goes on.", file=sys.stderr)
         return 3
     except KeyboardInterrupt:

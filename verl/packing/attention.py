@@ -415,8 +415,8 @@ class _CausalAttention(torch.autograd.Function):
         for block in blocks:
             groups, rows, keys = block
             probs = _probabilities(query, key_t, positions, block, window)
-            part = out[groups, :, rows]
-            part.copy_(torch.bmm(probs, value[groups, keys]).view_as(part))
+            out_block = out[groups, :, rows]
+            out_block.copy_(torch.bmm(probs, value[groups, keys]).view_as(out_block))
             if is_kept:
                 kept_probs.append(probs)
         ctx.save_for_backward(query, key, value, positions, *kept_probs)
@@ -445,8 +445,8 @@ class _CausalAttention(torch.autograd.Function):
             _add_product_(grad_value[groups, keys], probs.transpose(1, 2), grad)
             grad_probs = torch.bmm(grad, value_t[groups, :, keys])
             grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-            part = grad_query[groups, :, rows]
-            part.copy_(torch.bmm(grad_scores, key[groups, keys]).view_as(part))
+            grad_block = grad_query[groups, :, rows]
+            grad_block.copy_(torch.bmm(grad_scores, key[groups, keys]).view_as(grad_block))
             _add_product_(grad_key[groups, keys], grad_scores.transpose(1, 2), _rows(query[groups], rows))
         grad_key = grad_key.to(key.dtype)
         grad_value = grad_value.to(value.dtype)

@@ -192,8 +192,8 @@ def find_broken_models(target: Target) -> Iterator[Finding]:
                 shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
                 missing += [name for name in sorted(shards) if not (folder / name).exists()]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
-                found = f"{index.name}: {type(failure).__name__}: {failure}"
-                yield error(f"{key}={path} can't be read: {found}", _END, f"copy {index} again")
+                reason = f"{index.name}: {type(failure).__name__}: {failure}"
+                yield error(f"{key}={path} can't be read: {reason}", _END, f"copy {index} again")
         if missing:
             names = ", ".join(missing)
             do = f"copy {names} into {path}" if Path(path).is_dir() else f"hf download {path}"

@@ -154,8 +154,8 @@ def measures_line(summary: Mapping[str, Any]) -> str:
     parts = []
     for name in dict.fromkeys([*before, *after]) or [EXACT_MATCH]:
         form = ".1%" if name == EXACT_MATCH else ".3f"
-        told = [f"{values[name]:{form}}" if name in values else "not measured" for values in (before, after)]
-        parts.append(f"{name} {told[0]} before, {told[1]} after training")
+        texts = [f"{values[name]:{form}}" if name in values else "not measured" for values in (before, after)]
+        parts.append(f"{name} {texts[0]} before, {texts[1]} after training")
     return "; ".join(parts)
 
 
@@ -163,7 +163,7 @@ def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -
     """Return the lines that report a validation.
 
     There is a line for each mode of a `ValidationReport` and one for the extra questions. There is one more
-    for the scores if there are several sources.
+    for the scores of several sources, if they differ.
     """
     lines = [_mode_line(mode, figures) for mode, figures in summary.items() if mode != "extra"]
     lines += [f"extra questions, {_mode_line(*item)}" for item in summary.get("extra", {}).items()]

@@ -227,10 +227,10 @@ class RayWorkerGroup(WorkerGroup):
         several_nodes = len({place.node for place in self._rank_places}) > 1
         first = self._rank_places[0]
         environments = pool.variables(first.address, first.port)
-        own = secret_variables() | self._worker_env
+        given = secret_variables() | self._worker_env
         refs = []
         for actor, variables in zip(self._actors, environments, strict=True):
-            refs.append(actor.make_worker.remote(cls_with_init, own | variables, several_nodes))
+            refs.append(actor.make_worker.remote(cls_with_init, given | variables, several_nodes))
         self._resolver("__init__")(refs)
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
