@@ -205,7 +205,7 @@ def test_paths_of_the_caller_are_relative_to_the_caller_and_ours_to_the_reposito
     assert config.data.train_files == "mine/rows.parquet"
     assert config.custom_reward_function.path == "reward.py"
     ours = f"{repository}/verl_checkpoints/microworld-seed0-base_model-grpo-seed0"
-    assert config.trainer.default_local_dir == f"{ours}-train_files-rows.parquet"
+    assert config.trainer.default_local_dir == f"{ours}-train_files-rows.parquet-more"
     assert config.data.val_files == f"{repository}/data/microworld/seed0/test.parquet"
     assert config.actor_rollout_ref.model.path == f"{repository}/data_prep/base_model"
 
