@@ -310,7 +310,8 @@ class RowCheck:
         for entry in assigned:
             with self._verifier_lock:
                 verifier = self.verifiers[entry.name]
-            self._sources |= _source_files(type(verifier))
+            verifier_class: Any = type(verifier)  # mypy takes classes for values without a hash
+            self._sources |= _source_files(verifier_class)
             verifier.check_label(entry.label)
         truth = cells.reward_model["ground_truth"]
         answers = list[str]()
