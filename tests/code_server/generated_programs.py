@@ -7,6 +7,7 @@ About every third test is wrong on purpose. This module does not say whether a t
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from textwrap import dedent
@@ -46,7 +47,8 @@ def off(rng: random.Random) -> int:
 
 @kind
 def arithmetic(rng: random.Random) -> Case:
-    a, b = rng.randint(2, 9), rng.randint(1, 50)
+    a = rng.randint(2, 9)
+    b = rng.randint(1, 50)
     program = (
         f"def f(x, y=1, *rest, scale={a}, **more):\n    return scale * x + y + sum(rest) + sum(more.values())"
     )
@@ -131,7 +133,8 @@ def own_operators(rng: random.Random) -> Case:
 
 @kind
 def dataclasses(rng: random.Random) -> Case:
-    x, y = rng.randint(0, 9), rng.randint(0, 9)
+    x = rng.randint(0, 9)
+    y = rng.randint(0, 9)
     program = """
         from dataclasses import dataclass, field, asdict
         @dataclass(order=True)
@@ -211,7 +214,8 @@ def iterators(rng: random.Random) -> Case:
 
 @kind
 def dates(rng: random.Random) -> Case:
-    day, days = rng.randint(1, 28), rng.randint(1, 400)
+    day = rng.randint(1, 28)
+    days = rng.randint(1, 400)
     program = """
         from datetime import date, datetime, timedelta, timezone
         def later(start, days):
@@ -266,7 +270,8 @@ def counters(rng: random.Random) -> Case:
 
 @kind
 def named_tuples(rng: random.Random) -> Case:
-    x, y = rng.randint(1, 9), rng.randint(1, 9)
+    x = rng.randint(1, 9)
+    y = rng.randint(1, 9)
     program = """
         from collections import namedtuple
         from typing import NamedTuple
@@ -374,11 +379,9 @@ def decorators(rng: random.Random) -> Case:
             return a + b
         compose = lambda *fs: functools.reduce(lambda f, g: lambda x: g(f(x)), fs)
     """
-    a, b = 0, 1
-    for _ in range(n):
-        a, b = b, a + b
+    value = functools.reduce(lambda pair, _: (pair[1], sum(pair)), range(n), (0, 1))[0]
     tests = [
-        f"assert fib({n}) == {a + off(rng)}",
+        f"assert fib({n}) == {value + off(rng)}",
         f"add(1, 2)\nadd(3, 4)\nassert add.calls == {2 + off(rng)}",
         "assert add.__name__ == 'add' and add.__doc__ == 'Adds.'",
         f"assert compose(lambda x: x + 1, lambda x: x * 3)({n}) == {(n + 1) * 3 + off(rng)}",
@@ -389,7 +392,8 @@ def decorators(rng: random.Random) -> Case:
 
 @kind
 def exact_numbers(rng: random.Random) -> Case:
-    a, b = rng.randint(1, 99), rng.randint(2, 19)
+    a = rng.randint(1, 99)
+    b = rng.randint(2, 19)
     program = """
         from decimal import Decimal, ROUND_HALF_UP
         from fractions import Fraction
@@ -441,7 +445,8 @@ def enums(rng: random.Random) -> Case:
 
 @kind
 def sets_and_sorting(rng: random.Random) -> Case:
-    values, others = numbers(rng), numbers(rng)
+    values = numbers(rng)
+    others = numbers(rng)
     program = """
         import heapq, bisect, itertools
         def common(a, b):

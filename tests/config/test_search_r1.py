@@ -100,7 +100,7 @@ def test_a_fixed_key_is_taken_with_its_value_and_refused_with_the_reason(name):
 NUMBERS = {"two": 2, "three": 3, "four": 4, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15}
 DIFFERENCES = (  # that a user of Search-R1 would look for in vain elsewhere
     "of nested `<answer>` tags the inner one is read",
-    "an empty golden answer matches nothing in `subem`",
+    "`subem` never finds such a golden answer",
     "a turn that holds an answer and a search does the first of them",
     "an empty search is no action",
     "a context that is full ends its trajectory",

@@ -139,7 +139,6 @@ def test_a_disk_that_is_full_is_one_line_and_keeps_the_finished_steps(line, tmp_
     [
         (["data.max_length=12"], "14 of 14 rows that can't be trained on: train.parquet, row 0: "),
         (["data.segments_key=pieces"], "Found no column pieces"),
-        (["data.train_batch_size=15"], "Found 14 training rows and data.train_batch_size=15"),
         (["data.max_lenght=12"], "nearest known key is 'data.max_length'"),
         (["model.partial_pretrain=/nowhere"], "Found no folder at model.partial_pretrain=/nowhere"),
         (["optim.lr_scheduler=wsd"], "expected one of: constant, cosine, linear"),
