@@ -289,10 +289,7 @@ run_training() {
             --config=*) config="${argument#--config=}" ;;
             *) passed+=("$argument") ;;
         esac
-        case "$argument" in
-            *retriever.url=* | *do_search=[Ff]alse) needs_server=false ;;
-            *trainer.dry_run=[Tt]rue) dry_run=true needs_server=false ;;    # a plan, without data
-        esac
+        [[ "$argument" != *trainer.dry_run=[Tt]rue ]] || dry_run=true needs_server=false    # a plan, without data
     done
     [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
     if $is_config; then
@@ -388,7 +385,11 @@ run_training() {
         overrides+=("$argument")
     done < <(if [ "$kind" = sft ]; then sft_overrides "$@"; else rl_overrides "$@"; fi)
 
-    ! $needs_server || start_search "$run_dir"
+    if $needs_server; then    # the rows are there now: do they search, and do the settings say where?
+        local servers
+        servers="$("$PYTHON" -m verl.preflight.servers "${overrides[@]}" "$@")" || return
+        [ "$servers" != retrieval ] || start_search "$run_dir"
+    fi
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 
     # In the background, so that a signal to this script is handled at once and not after the run.

@@ -22,7 +22,7 @@ STAND_IN = """
 import json, os, pathlib, signal, sys, time
 program = sys.argv[2] if sys.argv[1] == "-m" else ""
 notes = pathlib.Path(os.environ["NOTES"])
-if program == "verl.config":  # the real one
+if program in ("verl.config", "verl.preflight.servers"):  # the real ones
     os.environ["PYTHONPATH"] = os.environ["SOURCE"]
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 if program:
@@ -232,6 +232,30 @@ def test_rows_may_be_jsonl(repository, tmp_path):
         path.unlink()
     status, errors = run(repository, DATA_DIR=str(tmp_path))
     assert "holds no train.parquet and no train.jsonl" in errors and "search-r1 rows" in errors
+
+
+@pytest.mark.parametrize(
+    ("row", "settings_file", "starts"),
+    [
+        ({"env_class": "gsm8k"}, "", False),
+        ({"env_class": "search"}, "", True),
+        ({}, "", True),
+        ({}, "retriever: {url: http://c/x}", False),
+        ({}, "do_search: false", False),
+        ({}, "environment: {env_class: gsm8k}", False),
+    ],
+)
+def test_a_search_server_is_started_if_rows_search_and_no_setting_names_one(
+    repository, tmp_path, row, settings_file, starts
+):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?", **row}) + "\n")
+    (tmp_path / "more.yaml").write_text(settings_file)
+    status, errors = run(repository, f"@{tmp_path}/more.yaml", DATA_DIR=str(tmp_path))
+    if starts:
+        assert status == 2 and "holds no corpus.jsonl to search" in errors
+    else:
+        assert (status, errors) == (0, "") and note(repository, "server") is None
 
 
 def test_supervised_training_makes_demonstrations_and_starts_no_server(repository):
