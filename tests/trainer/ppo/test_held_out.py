@@ -152,7 +152,9 @@ def test_a_run_that_only_validates_measures_its_sets_as_well(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_measures_its_sets_and_the_program_measures_its_checkpoint_alike(world, url, tmp_path, capsys):
+def test_a_run_measures_its_sets_and_the_program_measures_its_checkpoint_alike(
+    world, url, tmp_path, capsys, monkeypatch
+):
     file = world / "test.parquet"
     controls = ", ".join(f"{{files: {file}, retriever: {kind}, rollouts: 3, n: 6}}" for kind in CONTROLS)
     sets = f"{{files: {file}, name: held, every: 2, rollouts: 3, n: 6}}, {{files: [{file}], every: 9}}"
@@ -169,6 +171,7 @@ def test_a_run_measures_its_sets_and_the_program_measures_its_checkpoint_alike(w
     flags = ["--model", str(tmp_path / "run"), "--steps", "3", "--benchmarks", str(file), "-n", "6"]
     flags += ["--rollouts", "3", "--out", str(tmp_path / "evals")]
     capsys.readouterr()
+    monkeypatch.setenv("RETRIEVER_URL", url)  # the run is over
     assert evaluate([*flags, "--retriever", "own,shuffled,empty"]) == 0
     table = capsys.readouterr().out.splitlines()
     heads = next(number for number, text in enumerate(table) if text.split() == ["own", "shuffled", "empty"])
