@@ -85,7 +85,8 @@ def processes(command):
     with suppress(psutil.NoSuchProcess):  # the command has just ended
         for process in psutil.Process(command.pid).children(recursive=True):
             with suppress(psutil.Error):
-                if process.cmdline()[0].startswith("ray::"):
+                title = process.cmdline()[:1]  # empty while the process ends
+                if title and title[0].startswith("ray::"):
                     named[process.environ().get(PROCESS_NAME, "").removeprefix("small/")] = process
     return named
 
