@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from verl.utils.file_sums import damage_in
 
@@ -29,9 +28,8 @@ CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 def search_address(url_of_run: str | Sequence[str] | None, is_running: bool) -> tuple[str, str]:
     """Return the address of the search servers of a model that is asked now, and where it is from.
 
-    It is that of RETRIEVER_URL, else that of the model's run while it trains or if it is on another machine,
-    else that of a server which `bash retrieval_launch.sh` has started. The server that a run started for
-    itself, on its own machine, ended with the run.
+    It is that of RETRIEVER_URL, else that of the model's run while it trains, else that of a server which
+    `bash retrieval_launch.sh` has started. The server that a run started for itself ended with the run.
 
     Args:
         url_of_run: The address, or addresses, in the settings of the model's run.
@@ -39,17 +37,10 @@ def search_address(url_of_run: str | Sequence[str] | None, is_running: bool) -> 
     """
     if os.environ.get("RETRIEVER_URL"):
         return os.environ["RETRIEVER_URL"], "RETRIEVER_URL"
-    urls = [url_of_run] if isinstance(url_of_run, str) else list(url_of_run or [])
-    if urls and is_running:
+    if url_of_run is not None and is_running:
+        urls = [url_of_run] if isinstance(url_of_run, str) else url_of_run
         return ",".join(urls), "the run's server, as it still trains"
-    if urls and not any(map(_is_of_this_machine, urls)):
-        return ",".join(urls), "the run's server, on another machine"
     return LOCAL_SEARCH, "that of bash retrieval_launch.sh; RETRIEVER_URL names another"
-
-
-def _is_of_this_machine(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
 
 
 def run_folder(model: Path) -> Path | None:
