@@ -192,7 +192,7 @@ def write_rows(options: argparse.Namespace) -> dict[str, int]:
     documents = [document for path in options.documents for document in read_documents(path)]
     passages = list(
         dict.fromkeys(
-            part for document in documents for part in split_document(document, options.passage_words)
+            passage for document in documents for passage in split_document(document, options.passage_words)
         )
     )
     gold_ids = passages_with_answers(questions, passages)

@@ -305,8 +305,8 @@ def of_function(
     order = [parameter for parameter, kind, _ in parameters if kind == "position"][: len(wanted)]
     moved = [
         parameter
-        for place, parameter in enumerate(wanted)
-        if parameter in ours and order[place : place + 1] != [parameter]
+        for position, parameter in enumerate(wanted)
+        if parameter in ours and order[position : position + 1] != [parameter]
     ]
     if moved:
         yield Difference(module, name, "order", ", ".join(moved))
@@ -379,7 +379,7 @@ def table(names: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
 def said(difference: Difference) -> str:
     if difference.kind == "absent":
         return "absent"
-    detail = ", ".join(f"`{part}`" for part in difference.detail.split(", "))
+    detail = ", ".join(f"`{name}`" for name in difference.detail.split(", "))
     sentences = {
         "keyword": f"does not take {detail}",
         "order": f"{detail}: by keyword only, or at another place",

@@ -10,23 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+from random_gemma import write_random_gemma
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "your_own_questions.md"
-
-
-def write_random_gemma(folder: Path) -> None:
-    """Write a random model of Gemma 3's shape, with the vocabulary of the shipped tiny model."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data_prep" / "base_model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
-    sizes |= {"vocab_size": len(tokenizer), "layer_types": ["sliding_attention", "full_attention"]}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    Gemma3ForCausalLM(Gemma3TextConfig(bos_token_id=None, **ids, **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
-from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+from random_gemma import write_random_gemma
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -67,19 +66,6 @@ def write_sources(folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-def write_model(folder: Path) -> None:
-    """A random model of Gemma 3's shape, with the vocabulary of the shipped tiny model."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data_prep" / "base_model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
-    sizes |= {"vocab_size": len(tokenizer), "layer_types": ["sliding_attention", "full_attention"]}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Gemma3TextConfig(bos_token_id=None, **ids, **sizes)
-    Gemma3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """A place of its own for what the script makes, with links to the repository's files."""
@@ -104,7 +90,7 @@ def start(checkout: Path, *flags: str, **variables: str) -> subprocess.Popen[str
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # three minutes where nothing else runs
 def test_a_real_model_is_trained_asked_and_shown_also_after_a_kill(checkout, tmp_path):
-    write_model(tmp_path / "model")
+    write_random_gemma(tmp_path / "model")
     run = checkout / "verl_checkpoints" / "run"
     first = start(checkout, *SETTINGS)
     deadline = time.monotonic() + 900
