@@ -42,7 +42,7 @@ Table of batch keys (N rows, P prompt width, R response width)
       raw_prompt_ids list[int] (input of generation) | uid str | data_source str | reward_model dict |
       extra_info dict | index int (row of the data set) | trajectory dict (turns, searches, how it ended) |
       em, f1 float (exact match, token F1) | reward_extra dict (all that the reward function returned) |
-      continuation dict or None (input of generation: what a trajectory has that goes on from the step before)
+      continuation dict or None (input of generation: what a trajectory has that goes on from a checkpoint)
     meta_info
       solved_share float (with algorithm.thrift: of all rows that the step generated and that may search)
 

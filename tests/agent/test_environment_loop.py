@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import re
 import time
 
@@ -287,40 +286,6 @@ def test_256_episodes_at_once_end_side_by_side():
     assert time.monotonic() - started < 0.5 * 256 * 2 * 0.05  # one after the other they take 25.6 s
 
 
-def test_a_group_that_is_late_is_kept_where_its_environment_pickles_and_cut_where_not():
-    config = AgentConfig(3, 40, 600, 80, 60, search_delay_steps=0, straggler_factor=1.0)
-
-    def script(prompt, number):
-        return "w" * 60 if "late" in prompt else "w"
-
-    for name, reason in (("Counting", "kept"), ("Greeting", "cut")):
-        tokenizer = byte_tokenizer()
-        engine = ScriptedEngine(tokenizer, script)
-        agent = EnvironmentAgent(tokenizer, engine, config, Environments())
-        batch = prompts(tokenizer, ["a", "b", "late"], keep_partial=True)
-        row = {"env_class": f"loop_environments:{name}", "extras": {"goal": 2}}
-        batch.non_tensor_batch["episode"] = object_array(
-            [{**row, "prompt": [{"role": "user", "content": text}]} for text in ("a", "b", "late")]
-        )
-        made = agent.run_llm_loop(batch)
-        assert [record["finish_reason"] for record in records(made)] == ["done", "done", reason]
-        assert [list(record)[-1] == "kept" for record in records(made)] == [False, False, reason == "kept"]
-        if reason == "kept":
-            kept = records(made)[2]["kept"]
-            assert list(kept) == ["env", "prompt_ids"] and pickle.loads(kept["env"]).row["goal"] == 2
-            from verl.trainer.ppo.collection import split_unfinished
-
-            _, unfinished = split_unfinished(made)
-            unfinished.meta_info = {"validate": True}
-            unfinished = type(made).from_dict(
-                {"sampling_seeds": made.batch["input_ids"].new_tensor([5])}, unfinished.non_tensor_batch
-            )
-            (record,) = records(agent.run_llm_loop(unfinished))
-            assert record["finish_reason"] == "done" and len(record["turns"]) == 2
-            assert record["env_metrics"]["turns_taken"] == 2 and record["env_reward"] == 1.0
-        agent.close()
-
-
 @pytest.mark.parametrize("mood", ["prompt", "observations", "together"])
 def test_what_an_environment_returns_in_a_wrong_form_is_its_own_failure(mood):
     output, _ = run([("Odd", {"mood": mood}), ("Counting", {})])
@@ -347,30 +312,6 @@ def test_metadata_can_not_take_the_place_of_a_turns_own_figures():
     (record,) = records(run([("Odd", {"mood": "spans", "goal": 1})])[0])
     (turn,) = record["turns"]
     assert (turn["start"], turn["text"], turn["action"], turn["seen"]) == (0, "words", "look", 1)
-
-
-def test_an_environment_that_took_a_step_whose_result_was_not_read_is_not_kept():
-    config = AgentConfig(3, 40, 600, 80, 60, search_delay_steps=1000, straggler_factor=1.0)
-    loop_environments.Later.ended.clear()
-
-    def script(prompt, number):
-        if number == 2:  # of "a": goes on when the late one's step is over
-            assert loop_environments.Later.ended.wait(5)
-            time.sleep(0.1)
-        return "w"
-
-    tokenizer = byte_tokenizer()
-    agent = EnvironmentAgent(tokenizer, ScriptedEngine(tokenizer, script), config, Environments())
-    batch = prompts(tokenizer, ["a", "b", "late"], keep_partial=True)
-    batch.non_tensor_batch["episode"] = object_array(
-        [
-            {"env_class": f"loop_environments:{name}", "prompt": [], "extras": {"goal": goal}}
-            for name, goal in (("Counting", 3), ("Counting", 1), ("Later", 2))
-        ]
-    )
-    output = agent.run_llm_loop(batch)
-    agent.close()
-    assert [record["finish_reason"] for record in records(output)] == ["done", "done", "cut"]
 
 
 def test_what_an_ended_episode_said_of_itself_is_kept_for_the_next_step():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_engine import ScriptedEngine, byte_tokenizer, prompts
 
-from verl.agent.agent import EnvironmentAgent, kept_environments
+from verl.agent.agent import EnvironmentAgent
 from verl.agent.episode import TRANSITIONS, Episode, EpisodeEvent, EpisodeState
 from verl.agent.loop import TrajectoryLoop
 from verl.agent.service import TrajectoryService
@@ -90,28 +90,5 @@ def test_a_turn_that_waits_for_weights_is_held():
         service.advance()
         service.take_finished()
     assert first.state is second.state is State.ENDED
-    service.end()
-    player.close()
-
-
-def test_an_environment_that_was_kept_stays_kept_until_its_episode_is_opened():
-    player = agent()
-    service = TrajectoryService(player)
-    rows = batch_of([("Counting", {})] * 3)
-    service.add(player.episodes(rows, params=player.sampling_params({})), {2: b"pickled"})  # 2 of 3 have room
-    records = player.batch(service.snapshot(), {}, {}, service.kept_environments).non_tensor_batch[
-        "trajectory"
-    ]
-    prompt_ids = rows.non_tensor_batch["raw_prompt_ids"][2]
-    assert [record.get("kept") for record in records] == [
-        None,
-        None,
-        {"env": b"pickled", "prompt_ids": prompt_ids},
-    ]
-    assert kept_environments(DataProto(None, {"continuation": [{"record": records[2]}]}), [7]) == {
-        7: b"pickled"
-    }
-    service.cancel({2})
-    assert service.kept_environments == {}
     service.end()
     player.close()

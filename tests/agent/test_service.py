@@ -20,7 +20,7 @@ from verl.agent.episode import Episode
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import KEPT, Trajectory
 from verl.protocol import DataProto
-from verl.trainer.ppo.collection import continuations
+from verl.trainer.ppo.saved_rows import continuations
 from verl.workers.rollout.native import NativeEngine
 
 

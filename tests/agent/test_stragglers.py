@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
-from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, format_observation
+from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from verl.agent.stragglers import StragglerWatch
 from verl.protocol import DataProto
 
@@ -49,7 +49,7 @@ def story(*turns_of_text: str):
 
 
 class Batch:
-    """Rows (uid, script) on one engine, with `meta_info` and `continuation` as the trainer gives them."""
+    """Rows (uid, script) on one engine, with `meta_info` as the trainer gives it."""
 
     def __init__(self, rows, config=CONFIG, search=None, version=3, **engine):
         self.rows = rows
@@ -67,11 +67,9 @@ class Batch:
         self.engine.version = version
         self.names = names
 
-    def run(self, continuation=None, **meta_info) -> DataProto:
+    def run(self, **meta_info) -> DataProto:
         gen_batch = prompts(TOKENIZER, self.names, **meta_info)
         gen_batch.non_tensor_batch["uid"] = np.array([uid for uid, _ in self.rows], dtype=object)
-        if continuation is not None:
-            gen_batch.non_tensor_batch["continuation"] = np.array([*continuation, None], dtype=object)[:-1]
         manager = LLMGenerationManager(TOKENIZER, self.engine, self.search, self.config)
         output = manager.run_llm_loop(gen_batch)
         assert self.engine.sessions == {}, "a session was left open"
@@ -80,22 +78,6 @@ class Batch:
 
 def reasons(output: DataProto) -> list[str]:
     return [record["finish_reason"] for record in output.non_tensor_batch["trajectory"]]
-
-
-def state(output: DataProto, row: int) -> dict:
-    """As the trainer makes it (`continuations` of verl/trainer/ppo/collection.py)."""
-    width = output.batch["responses"].shape[1]
-    length = int(output.batch["attention_mask"][row, -width:].sum())
-    return {
-        "response_ids": output.batch["responses"][row, :length].tolist(),
-        "response_mask": output.batch["response_mask"][row, :length].tolist(),
-        "log_probs": output.batch["rollout_log_probs"][row, :length].tolist(),
-        "record": output.non_tensor_batch["trajectory"][row],
-    }
-
-
-def text(output: DataProto, row: int) -> str:
-    return TOKENIZER.decode(state(output, row)["response_ids"])
 
 
 # ------------------------------------------------------------------------------- trajectories under way
@@ -179,72 +161,3 @@ def test_a_trajectory_whose_search_does_not_come_is_cut_and_its_search_cancelled
     assert time.perf_counter() - started < 5
     assert output.batch["response_mask"][3].sum() == 0
     assert output.non_tensor_batch["trajectory"][3]["turns"][0]["documents"] is None
-
-
-# ------------------------------------------------------------------------------------------- keeping
-
-
-def test_kept_trajectories_go_on_where_they_were():
-    """The second step tells the end of the story: ids, mask and turns are those of an undisturbed run."""
-    first = Batch(ROWS, version=3).run(keep_partial=True)
-    assert reasons(first) == ["answer", "kept", "answer", "answer"]
-    kept = first.non_tensor_batch["trajectory"][1]
-    assert kept["turns"] == [] and kept["num_begun"] == 2 * len(encode(QUICK))
-    assert (kept["version_first"], kept["version_last"]) == (3, 3)
-
-    batch = Batch(ROWS, replace(CONFIG, straggler_factor=50.0), version=4)
-    second = batch.run([state(first, 0), state(first, 1), None, None], keep_partial=True)
-    assert reasons(second)[:2] == ["answer", "answer"]
-    undisturbed = Batch(ROWS, replace(CONFIG, straggler_factor=None)).run()
-    for key in ("responses", "response_mask", "attention_mask"):
-        assert second.batch[key].equal(undisturbed.batch[key]), key
-    record, other = (o.non_tensor_batch["trajectory"][1] for o in (second, undisturbed))
-    assert record["turns"] == other["turns"]
-    assert (record["version_first"], record["version_last"], record["num_begun"]) == (3, 4, 0)
-    assert second.non_tensor_batch["trajectory"][0] == first.non_tensor_batch["trajectory"][0]
-    assert second.batch["rollout_log_probs"][0].equal(first.batch["rollout_log_probs"][0])
-    begun = kept["num_begun"]
-    assert second.batch["rollout_log_probs"][1, :begun].equal(first.batch["rollout_log_probs"][1, :begun])
-    assert "q0 " not in {prompt for what, _, prompt in batch.engine.calls if what == "open"}
-
-
-def test_a_kept_turn_may_sample_what_is_left_of_its_limit_and_is_kept_once():
-    first = Batch(ROWS).run(keep_partial=True)
-    begun = first.non_tensor_batch["trajectory"][1]["num_begun"]
-    batch = Batch(ROWS)
-    second = batch.run([state(first, 0), state(first, 1), None, None], keep_partial=True)
-    limits = [params.max_tokens for params in batch.engine.params]
-    assert sorted(limits) == [CONFIG.max_response_length - begun] + [CONFIG.max_response_length] * 2
-    assert reasons(second) == ["answer", "cut", "answer", "answer"]
-
-
-def test_a_trajectory_kept_at_its_search_asks_again_and_goes_on():
-    asks = story("<search>never</search>", QUICK)
-    rows = [("a", story(QUICK)), ("a", asks), *ROWS[2:]]
-    config = replace(CONFIG, search_delay_steps=None, straggler_factor=50.0)
-    first = Batch(rows, config, MemorySearch(held={"never"})).run(keep_partial=True)
-    assert reasons(first)[1] == "kept"
-    search = MemorySearch()
-    second = Batch(rows, replace(config, straggler_factor=None), search).run(
-        [state(first, 0), state(first, 1), None, None]
-    )
-    assert search.posts == [["never"]]
-    observation = format_observation(search.documents("never"))
-    assert text(second, 1) == "<search>never</search>" + observation + QUICK
-    record = second.non_tensor_batch["trajectory"][1]
-    assert (record["finish_reason"], record["num_searches"]) == ("answer", 1)
-
-
-@pytest.mark.parametrize("end", range(1, 8))
-def test_a_stop_string_that_is_half_written_at_the_cut_still_ends_the_turn(end):
-    """The next engine does not know the first half, so it is sampled again."""
-    settled = "w" * 40 + "<search>x"
-    long = settled + "</search>"
-    factor = (len(encode(settled)) + end - 1.5) / (len(encode(QUICK)) - 1)
-    rows = [("a", story(QUICK)), ("a", story(long, QUICK))]
-    first = Batch(rows, replace(CONFIG, straggler_factor=factor)).run(keep_partial=True)
-    assert reasons(first) == ["answer", "kept"] and text(first, 1) == settled
-    second = Batch(rows, replace(CONFIG, straggler_factor=None)).run([state(first, 0), state(first, 1)])
-    record = second.non_tensor_batch["trajectory"][1]
-    assert [turn["action"] for turn in record["turns"]] == ["search", "answer"]
-    assert record["turns"][0]["text"] == long

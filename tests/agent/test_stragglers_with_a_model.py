@@ -19,8 +19,7 @@ from transformers import Qwen3ForCausalLM
 
 from search_r1.llm_agent.generation import LLMGenerationManager
 from search_r1.search.client import SearchClient
-from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.collection import split_unfinished
+from verl.protocol import DataProto
 from verl.workers.rollout.native import NativeEngine
 
 FACTOR = 30.0  # times the median; so much that nothing else on the machine makes a straggler
@@ -64,9 +63,9 @@ def server(slow: str | None = None) -> Iterator[str]:
         http.server_close()
 
 
-def generate(tokenizer, model: Qwen3ForCausalLM, url: str, rows: DataProto, version=7, **config) -> DataProto:  # noqa: F811
+def generate(tokenizer, model: Qwen3ForCausalLM, url: str, rows: DataProto, **config) -> DataProto:  # noqa: F811
     engine = NativeEngine(model.config, 16, max_model_len=CONFIG.max_prompt_length)
-    engine.load_weights(model.state_dict().items(), version)
+    engine.load_weights(model.state_dict().items(), 1)
     settings = replace(CONFIG, search_delay_steps=None, topk=1, **config)
     with SearchClient(url, timeout=60) as client:
         output = LLMGenerationManager(tokenizer, engine, client, settings).run_llm_loop(rows)
@@ -74,28 +73,15 @@ def generate(tokenizer, model: Qwen3ForCausalLM, url: str, rows: DataProto, vers
     return output
 
 
-def in_pairs(tokenizer, **meta_info) -> DataProto:  # noqa: F811
+def in_pairs(tokenizer) -> DataProto:  # noqa: F811
     """The questions; two rows are a group."""
-    rows = prompts(tokenizer, QUESTIONS, **meta_info)
+    rows = prompts(tokenizer, QUESTIONS)
     rows.non_tensor_batch["uid"] = np.array([f"pair-{i // 2}" for i in range(len(QUESTIONS))], dtype=object)
     return rows
 
 
-def oracle(model: Qwen3ForCausalLM, batch) -> torch.Tensor:  # noqa: F811
-    """Hugging Face's log-probs of the responses, [N, R]."""
-    with torch.no_grad():
-        logits = model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            position_ids=batch["position_ids"],
-        ).logits
-    width = batch["responses"].shape[1]
-    log_probs = torch.log_softmax(logits[:, -width - 1 : -1].float(), -1)
-    return log_probs.gather(-1, batch["responses"][..., None])[..., 0]
-
-
 @pytest.mark.slow
-def test_a_batch_does_not_wait_for_a_server_that_does_not_answer_and_goes_on_later(tokenizer, model):  # noqa: F811
+def test_a_batch_does_not_wait_for_a_server_that_does_not_answer(tokenizer, model):  # noqa: F811
     with server() as url:
         undisturbed = generate(tokenizer, model, url, in_pairs(tokenizer))
     records = undisturbed.non_tensor_batch["trajectory"]
@@ -110,35 +96,7 @@ def test_a_batch_does_not_wait_for_a_server_that_does_not_answer_and_goes_on_lat
 
     with server(slow=query) as url:
         cut = generate(tokenizer, model, url, in_pairs(tokenizer), straggler_factor=FACTOR)
-        kept = generate(
-            tokenizer, model, url, in_pairs(tokenizer, keep_partial=True), straggler_factor=FACTOR
-        )
     assert cut.non_tensor_batch["trajectory"][row]["finish_reason"] == "cut"
     assert cut.batch["response_mask"][row].sum() == cut.batch["rollout_log_probs"][row].abs().sum() == 0
     for key in ("responses", "response_mask"):
-        for output in (cut, kept):
-            assert torch.equal(output.batch[key][others], undisturbed.batch[key][others]), key
-
-    assert kept.non_tensor_batch["trajectory"][row]["finish_reason"] == "kept"
-    now, unfinished = split_unfinished(kept)
-    assert len(now) == len(QUESTIONS) - 2 and unfinished is not None
-    fresh = in_pairs(tokenizer).select(batch_keys=[])
-    fresh.non_tensor_batch["uid"] = object_array([f"next-{i // 2}" for i in range(len(QUESTIONS))])
-    fresh.non_tensor_batch["continuation"] = object_array([None] * len(QUESTIONS))
-    joined = DataProto.concat([unfinished, DataProto(None, fresh.non_tensor_batch)])
-    rows = DataProto.from_dict({"sampling_seeds": torch.arange(len(joined)) + 5000}, joined.non_tensor_batch)
-    with server() as url:
-        after = generate(tokenizer, model, url, rows, version=8)
-    mine = row % 2  # the pair stands first
-    record = after.non_tensor_batch["trajectory"][mine]
-    assert record["finish_reason"] not in ("kept", "cut")
-    assert (record["version_first"], record["version_last"]) in ((7, 8), (7, 7))
-    asked = next(turn for turn in record["turns"] if turn["query"] == query)
-    assert asked["documents"] == [{"contents": f'"{query}"\nabout {query}', "score": 1.0}]
-    assert torch.equal(
-        after.batch["responses"][mine, : asked["end"]], undisturbed.batch["responses"][row, : asked["end"]]
-    )
-    mask = after.batch["response_mask"][:2].bool()
-    torch.testing.assert_close(
-        after.batch["rollout_log_probs"][:2][mask], oracle(model, after.batch)[:2][mask], atol=2e-4, rtol=0
-    )
+        assert torch.equal(cut.batch[key][others], undisturbed.batch[key][others]), key

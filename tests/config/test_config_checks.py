@@ -64,7 +64,6 @@ def test_a_good_configuration_passes(good):
             f"{ROLLOUT}={{name: vllm, tensor_model_parallel_size: 2}}",
             "trainer.n_gpus_per_node=1: processes of one node share a model; expected a divisor",
         ),
-        (f"{ROLLOUT}.keep_partial=true", "Set for example .*straggler_factor=4"),
         (f"{ROLLOUT}.name=remote", "expected both, for example .*name=remote .*urls="),
         (f"{ROLLOUT}.remote.urls=http://a:1", "expected both, for example .*name=remote"),
         (f"{ROLLOUT}={{name: remote, remote: {{urls: 'gpu7:8000'}}}}", "expected http://host:port"),

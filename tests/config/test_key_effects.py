@@ -152,7 +152,6 @@ EFFECTS: dict[str, tuple] = {
     f"{R}.max_num_seqs": (77, "engine"),
     f"{R}.max_in_flight": (3, "agent"),
     f"{R}.straggler_factor": (3, "agent"),
-    f"{R}.keep_partial": ("true", "driver", f"{R}.straggler_factor=4"),
     f"{R}.search_delay_steps": (3, "agent"),
     f"{R}.step_wise": ("true", "driver"),
     f"{R}.log_prob_micro_batch_size_per_gpu": (3, "actor"),

@@ -13,7 +13,7 @@ from search_r1.llm_agent.generation import build_agent
 from verl.config import load_config, replace_values
 from verl.protocol import DataProto, object_array
 from verl.sessions.engine_contract import SamplingParams
-from verl.trainer.ppo.collection import continuations
+from verl.trainer.ppo.saved_rows import continuations
 from verl.utils.weight_files import WeightWriter
 from verl.workers.rollout.build import EngineRequest, build_rollout_engine
 from verl.workers.rollout.collective import CollectiveSender

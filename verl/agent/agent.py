@@ -11,7 +11,7 @@ from typing import Any
 from verl.agent.codec import Codec, to_tensors
 from verl.agent.episode import Episode
 from verl.agent.loop import LoopEvent, TrajectoryLoop
-from verl.agent.trajectory import KEPT, AgentConfig, Trajectory
+from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.data.rl_dataset import cut_prompt
 from verl.environments.executors import Environments
 from verl.protocol import DataProto
@@ -58,8 +58,7 @@ class EnvironmentAgent:
                   `Trajectory.continued` takes) and `episode` (None for a search, or a mapping with
                   `env_class`, `prompt` (messages) and `extras`).
                 - meta_info, all optional: `do_sample` (False means greedy), `temperature`, `top_p`, `top_k`,
-                  `min_p`, `validate` (True means that the batch waits for stragglers) and `keep_partial`
-                  (True means that stragglers end as "kept", with their mask as if they had ended).
+                  `min_p` and `validate` (True means that the batch waits for stragglers).
 
         Returns:
             A batch with the tensors of generation in the table of `verl/protocol.py`. P is `max_start_length`
@@ -73,19 +72,11 @@ class EnvironmentAgent:
         episodes = self.episodes(gen_batch)
         groups = columns["uid"].tolist() if "uid" in columns and not meta_info.get("validate") else None
         params = self.sampling_params(meta_info)
-        keeps = meta_info.get("keep_partial", False)
-        loop = TrajectoryLoop(
-            self,
-            params,
-            episodes,
-            groups=groups,
-            keep_partial=keeps,
-            kept_environments=kept_environments(gen_batch, range(len(episodes))),
-        )
+        loop = TrajectoryLoop(self, params, episodes, groups=groups)
         loop.run()
         trajectories = [episode.trajectory for episode in episodes]
         metrics = self.figures(trajectories) | loop.engine_load.metrics()
-        return self.batch(trajectories, columns, metrics, loop.kept_environments)
+        return self.batch(trajectories, columns, metrics)
 
     def episodes(
         self,
@@ -140,27 +131,21 @@ class EnvironmentAgent:
         trajectories: Sequence[Trajectory],
         columns: Mapping[str, Any],
         metrics: dict[str, float],
-        kept_environments: Mapping[int, bytes] | None = None,
     ) -> DataProto:
         """Build the batch that `run_llm_loop` returns.
 
         Args:
-            trajectories: The trajectories, all of which have ended.
+            trajectories: The trajectories, which have ended or are copies for a checkpoint.
             columns: The non-tensor columns of their rows.
             metrics: Figures for meta_info.
-            kept_environments: The pickled environments of trajectories that are kept, by row.
         """
         config = self.config
         pad = self.tokenizer.pad_token_id or 0
         tensors = to_tensors(trajectories, config.max_start_length, config.max_prompt_length, pad)
-        kept_environments = kept_environments or {}
-        records = []
-        for trajectory in trajectories:
-            record = trajectory.record(self.codec.decode_prompt(tuple(trajectory.prompt_ids)))
-            if trajectory.finish_reason == KEPT and trajectory.row in kept_environments:
-                env = kept_environments[trajectory.row]
-                record["kept"] = {"env": env, "prompt_ids": trajectory.prompt_ids}
-            records.append(record)
+        records = [
+            trajectory.record(self.codec.decode_prompt(tuple(trajectory.prompt_ids)))
+            for trajectory in trajectories
+        ]
         non_tensors = {**columns, "trajectory": records}
         non_tensors.pop("continuation", None)
         return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics} if metrics else {})
@@ -172,21 +157,3 @@ class EnvironmentAgent:
     def close(self) -> None:
         """End the environments' threads and processes."""
         self.environments.close()
-
-
-def kept_environments(gen_batch: DataProto, rows: Sequence[int]) -> dict[int, bytes]:
-    """Return the pickled environments that rows of an earlier step go on with.
-
-    Args:
-        gen_batch: The batch, as `EnvironmentAgent.run_llm_loop` takes it.
-        rows: The `Trajectory.row` of each of its rows, by which the result is keyed.
-    """
-    environments = {}
-    states = gen_batch.non_tensor_batch.get("continuation", [None] * len(rows))
-    for row, state in zip(rows, states, strict=True):
-        if state is None:
-            continue
-        env = state["record"].get("kept", {}).get("env")
-        if env is not None:
-            environments[row] = env
-    return environments

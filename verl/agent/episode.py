@@ -11,7 +11,7 @@ When the episode has ended, its trajectory is kept and nothing else. An episode 
                                                        |                        v
                                                        +--------------------- STEPPING
 
-    OPENING --TURN_RESTORED--> STEP_DUE           it was kept with a turn that its environment has not taken
+    OPENING --TURN_RESTORED--> STEP_DUE           it comes from a checkpoint, with a turn at its environment
     OPENING or STEPPING --TURN_HELD--> HELD --TURN_STARTED--> DECODING      new weights come first
     every state --FINISHED--> ENDED
 
@@ -53,7 +53,7 @@ class EpisodeEvent(Enum):
     ADMITTED = auto()  # there is room: the loop asks for its environment
     TURN_STARTED = auto()  # its environment is ready, or has replied: a session of the engine goes on
     TURN_ENDED = auto()  # the engine has sampled the last token of the turn
-    TURN_RESTORED = auto()  # it was kept in an earlier step with a turn that its environment has not taken
+    TURN_RESTORED = auto()  # it comes from a checkpoint with a turn that its environment has not taken
     STEP_STARTED = auto()  # the turn was passed to its environment
     TURN_HELD = auto()  # its environment is ready, or has replied, but new weights come first
     FINISHED = auto()  # it is done, has no room, failed, was cut, or was cancelled

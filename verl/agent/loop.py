@@ -11,13 +11,13 @@ Each row is an `Episode`, whose states and events are drawn in `episode.py`. Thi
     any        -                                  `_finish`                           ENDED
 
 An environment or an output that is there at once is handled at once. Otherwise it is in `waiting` until
-`_handle_arrivals` sees it. An episode that was kept with a turn at its environment goes from OPENING to
+`_handle_arrivals` sees it. An episode of a checkpoint, with a turn at its environment, goes from OPENING to
 STEP_DUE. `TrajectoryService` can hold a turn back before it starts (HELD).
 
 There is no turn barrier: an episode goes on as soon as its observation arrives, while the others decode.
 At most `max_in_flight` episodes are under way. As they end, the next ones start, in the order of their
 rows. If a group is late (`stragglers.py`), its unfinished members are cut. They end as "cut", without a token
-to learn from, or as "kept". A failure of an environment ends its own episode, whose trajectory is masked, and
+to learn from. A failure of an environment ends its own episode, whose trajectory is masked, and
 no other.
 """
 
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl.agent.engine_load import EngineLoad
 from verl.agent.episode import Episode, EpisodeEvent, PendingWork
 from verl.agent.stragglers import StragglerWatch
-from verl.agent.trajectory import KEPT, Trajectory, Turn
+from verl.agent.trajectory import Trajectory, Turn
 from verl.data.rl_dataset import cut_prompt
 from verl.environments.environment import (
     ActionUnderWay,
@@ -49,7 +49,7 @@ from verl.environments.environment import (
 )
 from verl.environments.executors import CLOSE_SECONDS, EnvironmentHandle, StepResult
 from verl.environments.registry import SEARCH, load_class
-from verl.sessions.engine_contract import Completion, Partial, SamplingParams
+from verl.sessions.engine_contract import Completion, SamplingParams
 from verl.utils.errors import CouldNotVerify
 from verl.utils.importing import describe
 
@@ -100,8 +100,6 @@ class TrajectoryLoop:
         episodes: Sequence[Episode],
         *,
         groups: Sequence[Hashable] | None = None,
-        keep_partial: bool = False,
-        kept_environments: dict[int, bytes] | None = None,
     ) -> None:
         """Create a loop over episodes, none of which has started.
 
@@ -112,9 +110,6 @@ class TrajectoryLoop:
             episodes: The episodes. Those whose trajectory has a finish_reason are left as they are.
             groups: The group of each row, by which stragglers are found. Entry i is that of row i. None means
                 that no straggler is cut.
-            keep_partial: Whether stragglers end as "kept" instead of "cut", unless they were kept before.
-            kept_environments: The pickled environments of trajectories that were kept, by row. The loop
-                removes those that it opens, and adds those of the trajectories that it keeps.
         """
         self.codec = agent.codec
         self.engine = agent.engine
@@ -123,8 +118,6 @@ class TrajectoryLoop:
         self.params = params
         self.on_event = agent.on_event
         self.live = {episode.trajectory.row: episode for episode in episodes}
-        self.keep_partial = keep_partial
-        self.kept_environments = {} if kept_environments is None else kept_environments
         self.num_in_flight = 0
         self.num_steps = 0
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
@@ -205,10 +198,9 @@ class TrajectoryLoop:
             episode.handle_event(EpisodeEvent.ADMITTED)
             self.num_in_flight += 1
             num_turns = len(trajectory.turns) - trajectory.is_at_environment
-            env = self.kept_environments.get(trajectory.row)
             try:
                 runner = self.environments[trajectory.env_class]
-                handle = runner.open(episode.extras, episode.messages, episode.max_turns, num_turns, env)
+                handle = runner.open(episode.extras, episode.messages, episode.max_turns, num_turns)
             except Exception as error:  # a user's environment may raise anything
                 self._fail(episode, error)
                 continue
@@ -222,7 +214,6 @@ class TrajectoryLoop:
         """Start an episode whose environment is ready."""
         trajectory = episode.trajectory
         episode.handle = handle
-        self.kept_environments.pop(trajectory.row, None)
         if trajectory.is_at_environment:
             episode.handle_event(EpisodeEvent.TURN_RESTORED)
             self._note_start(trajectory)
@@ -460,8 +451,6 @@ class TrajectoryLoop:
         self.num_in_flight -= 1
         self._close_session(episode)
         self._close(episode)
-        if reason != KEPT:
-            self.kept_environments.pop(trajectory.row, None)
         if self.watch is not None:
             self.watch.end(trajectory.row, self._now())
         self._emit("end", trajectory, reason)
@@ -514,37 +503,13 @@ class TrajectoryLoop:
                 self._cut(self.live[row])
 
     def _cut(self, episode: Episode) -> None:
-        """End an episode before its time, as "kept" where it can go on in a later step, or else as "cut"."""
+        """End an episode before its time, without a token to learn from."""
         trajectory = episode.trajectory
-        runner = self.environments[trajectory.env_class]
-        handle = episode.handle
-        assert handle is not None  # the episode has started
         under_way = self.waiting.pop(trajectory.row, None)
         if under_way is not None:
             under_way.future.cancel()
-        is_kept = self.keep_partial and trajectory.num_old_turns is None
-        env = None
-        if is_kept and not runner.stateless:
-            # With a step under way the environment is ahead of its trajectory and can't be kept.
-            env = None if under_way else runner.pickle_env(handle)
-            is_kept = env is not None
-        if not is_kept:
-            trajectory.mask_all()
-            self._finish(episode, "cut")
-            return
-        if episode.session_id is not None:
-            trajectory.keep(self._settled(episode.session_id, handle), self.engine.version)
-        if env is not None:
-            self.kept_environments[trajectory.row] = env
-            episode.handle = None  # the kept environment goes on in a later step and is closed at its end
-        self._finish(episode, KEPT)
-
-    def _settled(self, session_id: int, handle: EnvironmentHandle) -> Partial:
-        """Return what a session's running turn has sampled, up to where a stop string may have begun."""
-        begun = self.engine.partial(session_id)
-        stop = self.codec.stop(handle.stop)
-        length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
-        return Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
+        trajectory.mask_all()
+        self._finish(episode, "cut")
 
     def _emit(self, kind: Any, trajectory: Trajectory, text: str = "", details: Any = None) -> None:
         if self.on_event is not None:

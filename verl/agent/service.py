@@ -9,7 +9,7 @@ One thread owns the loop, as it owns the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from verl.agent.agent import EnvironmentAgent
 from verl.agent.episode import Episode, EpisodeEvent
 from verl.agent.loop import TrajectoryLoop
 from verl.agent.trajectory import KEPT, Trajectory
+from verl.environments.executors import EnvironmentHandle
+from verl.sessions.engine_contract import Partial
 
 
 class TrajectoryService(TrajectoryLoop):
@@ -36,16 +38,11 @@ class TrajectoryService(TrajectoryLoop):
     def is_idle(self) -> bool:
         return not self.live
 
-    def add(self, episodes: Sequence[Episode], kept_environments: Mapping[int, bytes] | None = None) -> None:
+    def add(self, episodes: Sequence[Episode]) -> None:
         """Add episodes to the loop and start as many as the limit allows.
 
         A trajectory with a finish_reason ended before a checkpoint. It is only handed out again.
-
-        Args:
-            episodes: The episodes.
-            kept_environments: The pickled environments of those that were kept, by row.
         """
-        self.kept_environments |= kept_environments or {}
         self.live |= {episode.trajectory.row: episode for episode in episodes}
         self.pending.extend(episode for episode in episodes if not episode.trajectory.finish_reason)
         self._start_pending()
@@ -144,3 +141,10 @@ class TrajectoryService(TrajectoryLoop):
             copy.finish_reason = KEPT
             copies.append(copy)
         return copies
+
+    def _settled(self, session_id: int, handle: EnvironmentHandle) -> Partial:
+        """Return what a session's running turn has sampled, up to where a stop string may have begun."""
+        begun = self.engine.partial(session_id)
+        stop = self.codec.stop(handle.stop)
+        length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
+        return Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)

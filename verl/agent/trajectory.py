@@ -19,7 +19,7 @@ from verl.environments.registry import SEARCH
 from verl.sessions.engine_contract import Partial
 from verl.utils.reward_score.qa_em import join_turns
 
-KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
+KEPT = "kept"  # finish_reason of a copy that goes on when a run resumes
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Trajectory:
         version_last: The policy version of the last sampled token.
         num_begun: The number of last response tokens that belong to a turn that has not ended.
         version_begun: The policy version of the first of these tokens.
-        num_old_turns: The number of turns of an earlier step, or None if it began in this step.
+        num_old_turns: The number of turns that it had in a checkpoint, or None if it does not come from one.
         contexts: The positions in the response at which a context begins.
         env_class: The name of its environment.
         stopped_by: The reason why its last generation ended, as in `Completion`.
@@ -202,16 +202,15 @@ class Trajectory:
 
     @classmethod
     def continued(cls, row: int, prompt_ids: list[int], seed: int, state: Mapping[str, Any]) -> Trajectory:
-        """Rebuild a trajectory of an earlier step as it was, finished or not.
+        """Rebuild a trajectory of a checkpoint as it was, finished or not.
 
         Args:
             row: Its row in the present batch.
-            prompt_ids: Its prompt, unless the record of a kept trajectory has another.
+            prompt_ids: Its prompt.
             seed: Its sampling seed.
             state: Its `response_ids`, `response_mask` and `log_probs` without padding, and its `record`.
         """
         record = state["record"]
-        kept_state = record.get("kept", {})
         is_open = record["finish_reason"] == KEPT
         turns = [Turn.of_record(turn) for turn in record["turns"]]
         names = ("version_first", "version_last", "num_begun", "version_begun", "env_metrics")
@@ -219,7 +218,7 @@ class Trajectory:
         restored |= {name: list(state[name]) for name in ("response_ids", "response_mask", "log_probs")}
         return cls(
             row,
-            kept_state.get("prompt_ids", prompt_ids),
+            prompt_ids,
             seed,
             turns=turns,
             finish_reason="" if is_open else record["finish_reason"],

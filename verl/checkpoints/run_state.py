@@ -3,7 +3,6 @@
     <run folder>/global_step_N/actor/...          weights, optimizer, schedule, random state (worker's format)
     <run folder>/global_step_N/actor/huggingface  the same weights as a Hugging Face folder
     <run folder>/global_step_N/critic/...
-    <run folder>/global_step_N/partial_groups.npz rows that go on in the next step, if there are any
     <run folder>/global_step_N/prompt_history.npz which prompts were drawn and solved, where that decides
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals
     <run folder>/global_step_N/SUMS.json          sizes and sums of all these files

@@ -203,10 +203,6 @@ def _check_rollout(config: Config) -> None:
     if is_apart and rollout.name == "remote" and len(as_list(rollout.remote.urls)) < rollout.num_processes:
         expected = ": servers are shared out to processes; expected at least as many servers."
         raise config_error(config, f"{urls} {ROLLOUT}.num_processes", expected)
-    if rollout.keep_partial and rollout.straggler_factor is None:
-        keys = f"{ROLLOUT}.keep_partial {ROLLOUT}.straggler_factor"
-        expected = f", so no group is ever cut; expected both. Set for example {ROLLOUT}.straggler_factor=4."
-        raise config_error(config, keys, expected)
 
 
 def _check_async(config: Config) -> None:
@@ -231,10 +227,9 @@ def _check_async(config: Config) -> None:
     if is_apart and trainer.backend == "local":
         keys = f"trainer.backend {placement}"
         raise config_error(config, keys, ": processes apart need backend=ray.")
-    for path, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
-        if is_apart and rollout[path.rpartition(".")[2]] != value:
-            expected = f", where a step waits for no group; {block}.group_deadline bounds them instead."
-            raise config_error(config, f"{path} {placement}", expected)
+    if is_apart and rollout.straggler_factor is not None:
+        expected = f", where a step waits for no group; {block}.group_deadline bounds them instead."
+        raise config_error(config, f"{ROLLOUT}.straggler_factor {placement}", expected)
     if rollout.vllm.engine_args.get("async_scheduling") and not trainer.async_training.recompute_kv:
         keys = f"{block}.recompute_kv {ROLLOUT}.vllm.engine_args"
         expected = (

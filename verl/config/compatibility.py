@@ -307,6 +307,10 @@ RL = CompatibilityTable(
     fixed=_parse_reasons(_RL_FIXED),
     without_effect=_parse_reasons(_RL_WITHOUT_EFFECT),
     removed={
+        f"{ROLLOUT}.keep_partial": (
+            f"Groups go on beside training with {ROLLOUT}.placement=apart and "
+            "trainer.async_training.max_staleness=1; docs/async.md."
+        ),
         f"{ROLLOUT}.compile": "The native engine decodes without torch.compile.",
         f"{ROLLOUT}.block_size": "It is 32; of vLLM it is rollout.vllm.engine_args.block_size.",
         f"{ACTOR}.entropy_ctrl.type": "The weight is adaptive when entropy_ctrl.target_entropy is set.",

@@ -285,7 +285,6 @@ class Rollout(Block):
     straggler_factor: Annotated[float, Range(1)] | None = key(
         None, "cut the slowest of a group after so many times the batch's median time (null: never)"
     )
-    keep_partial: bool = key(False, "false: what is cut is left out; true: its group goes on later")
     search_delay_steps: Whole | None = key(None, "decode steps to an observation (null: when it is there)")
     step_wise: bool = key(False, "each turn is a row of the update, not each trajectory; same gradient")
     log_prob_micro_batch_size_per_gpu: Count | None = key(None, "trajectories of a pass (null: 128 in all)")

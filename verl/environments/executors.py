@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -244,7 +243,6 @@ class EnvironmentRunner:
         prompt: Any,
         max_turns: int,
         num_turns: int = 0,
-        state: bytes | None = None,
     ) -> EnvironmentHandle | Future[EnvironmentHandle]:
         """Open an environment for an episode, and return its handle or a future of it.
 
@@ -253,10 +251,9 @@ class EnvironmentRunner:
             prompt: The messages of the prompt.
             max_turns: The most actions of the episode.
             num_turns: The number of turns behind a stateless environment that goes on.
-            state: The result of `pickle_env` for an environment that goes on, or None for a new one.
         """
         handle = EnvironmentHandle()
-        call = partial(self._open_environment, handle, row, prompt, max_turns, num_turns, state)
+        call = partial(self._open_environment, handle, row, prompt, max_turns, num_turns)
         if self.workers is not None and not self._has_init:
             return run_without_waiting(call())
         if self.executor_kind == "inline":
@@ -276,22 +273,18 @@ class EnvironmentRunner:
         prompt: Any,
         max_turns: int,
         num_turns: int,
-        state: bytes | None,
     ) -> EnvironmentHandle:
-        """Make the environment of a handle, or unpickle it, and call its `init`."""
+        """Make the environment of a handle, and call its `init`."""
         started = time.perf_counter()
-        if state is None:
-            kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
-            env = make_environment(self._cls, kwargs)
-            if num_turns:
-                env.turns = num_turns
-        else:
-            env = pickle.loads(state)
+        kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
+        env = make_environment(self._cls, kwargs)
+        if num_turns:
+            env.turns = num_turns
         check_stop(getattr(env, "stop", ()))
         handle.env = env
         if handle.is_closed:  # making the environment took too long
             await self._close_environment(handle)
-        elif self._has_init and state is None:
+        elif self._has_init:
             shown = await await_if_needed(env.init(prompt))
             is_pair = isinstance(shown, tuple | list) and len(shown) == 2
             if not is_pair or not isinstance(shown[0], tuple | list):
@@ -336,16 +329,6 @@ class EnvironmentRunner:
         finally:
             handle.stop = tuple(getattr(handle.env, "stop", ()))  # `stop` may change from turn to turn
             handle.seconds_step += time.perf_counter() - started
-
-    def pickle_env(self, handle: EnvironmentHandle) -> bytes | None:
-        """Return the pickled environment for a later `open`, or None if it can't be kept.
-
-        An environment can't be kept while a call of it is under way, or if it can't be pickled.
-        """
-        with suppress(Exception):  # pickling raises exceptions of all kinds
-            if handle.under_way is None or handle.under_way.done():
-                return pickle.dumps(handle.env)
-        return None
 
     def close(self, handle: EnvironmentHandle) -> None:
         """Close an environment, after the call that is under way."""

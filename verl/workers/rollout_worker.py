@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from verl.agent.agent import EnvironmentAgent, kept_environments
+from verl.agent.agent import EnvironmentAgent
 from verl.agent.engine_load import EngineLoad
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
@@ -330,7 +330,7 @@ class RolloutWorker(Worker):
                 self._columns[number] = {name: column[index] for name, column in columns.items()}
         else:
             self._asked[done] = [episode.trajectory for episode in episodes]
-        self.service.add(episodes, kept_environments(rows, numbers))
+        self.service.add(episodes)
 
     def _give_out(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
@@ -351,4 +351,4 @@ class RolloutWorker(Worker):
         trajectories = [trajectory for trajectory, _ in rows]
         names = [name for name in rows[0][1] if name != "episode"]
         columns = {name: [row_columns[name] for _, row_columns in rows] for name in names}
-        return self.agent.batch(trajectories, columns, {}, self.service.kept_environments)
+        return self.agent.batch(trajectories, columns, {})

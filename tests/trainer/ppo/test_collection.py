@@ -32,8 +32,8 @@ FAILED = [0.0, 0.0]
 class World:
     """Prompt i is the token i; the members of its group score `scores[i]`, in order.
 
-    `reasons[i]`: how their trajectories end, in order; "answer" where nothing is said. A "kept" one answers
-    when it goes on. `searches[i]`: how often they search, in order; never where nothing is said.
+    `reasons[i]`: how their trajectories end, in order; "answer" where nothing is said. `searches[i]`: how
+    often they search, in order; never where nothing is said.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class World:
         collector = self.collector
         num_groups = collector.begin()
         while num_groups > 0:
-            prompts = collector.prompts(step, num_groups, is_last=False)
-            trajectories = collector.take_finished(self.generate(prompts))
+            trajectories = self.generate(collector.prompts(step, num_groups))
             score(trajectories, self.reward, self.config)  # type: ignore[arg-type]
             collector.add(trajectories)
             num_groups = collector.num_missing()
@@ -102,11 +101,10 @@ class World:
         member: dict[str, int] = defaultdict(int)
         records = []
         mask = torch.ones(num_rows, 3, dtype=torch.long)
-        states = gen_batch.non_tensor_batch.get("continuation", [None] * num_rows)
-        for row, (uid, ids, state) in enumerate(
-            zip(uids, gen_batch.non_tensor_batch["raw_prompt_ids"], states, strict=True)
+        for row, (uid, ids) in enumerate(
+            zip(uids, gen_batch.non_tensor_batch["raw_prompt_ids"], strict=True)
         ):
-            reasons = self.reasons.get(ids[0], []) if state is None else []
+            reasons = self.reasons.get(ids[0], [])
             reason = reasons[member[uid]] if member[uid] < len(reasons) else "answer"
             if reason == "search_failed":
                 mask[row] = 0
@@ -125,8 +123,7 @@ class World:
             "response_mask": torch.cat([mask, torch.zeros(num_rows, 1, dtype=torch.long)], dim=1),
             "rollout_log_probs": torch.zeros(num_rows, 4),
         }
-        columns = {k: v for k, v in gen_batch.non_tensor_batch.items() if k != "continuation"}
-        columns |= {"trajectory": object_array(records)}
+        columns = gen_batch.non_tensor_batch | {"trajectory": object_array(records)}
         return DataProto.from_dict(tensors, columns, meta_info={"metrics": {"rollout/seconds": 1.0}})
 
     def reward(self, data: DataProto, return_dict: bool) -> dict[str, Any]:
@@ -205,34 +202,6 @@ def test_the_clip_ratio_is_the_share_of_trajectories_that_a_limit_has_cut(reason
     world = World([MIXED] * 4, reasons={0: [reason] * 2, 1: [reason] * 2})
     metrics = world.collect()[1]
     assert (metrics["response_length/clip_ratio"], metrics["prompt_length/clip_ratio"]) == (share, 0)
-
-
-PARTIAL = ["actor_rollout_ref.rollout.straggler_factor=2", "actor_rollout_ref.rollout.keep_partial=true"]
-
-
-def test_a_group_that_the_last_round_did_not_wait_for_goes_on_in_the_next_step(tmp_path):
-    world = World([MIXED] * 12, FILTER, *PARTIAL, reasons={1: ["kept"], 4: ["kept"]})
-    batch, metrics = world.collect()
-    assert world.prompts_asked() == [[0, 1, 2, 3], [1, 4]]
-    assert prompts_of(batch) == [0, 2, 3, 1] and metrics["env/kept_groups"] == 1
-    world.collector.save(tmp_path)
-    resumed = World([MIXED] * 12, FILTER, *PARTIAL)
-    resumed.collector.load(tmp_path)
-    resumed.sampler.load_state_dict(world.sampler.state_dict())
-    for one in (world, resumed):
-        batch, _ = one.collect(2)
-        assert prompts_of(batch)[0] == 4 and one.prompts_asked()[0][0] == 4
-
-
-def test_a_prompt_that_goes_on_is_not_asked_again_in_the_same_step():
-    world = World([MIXED] * 8, *PARTIAL, reasons={7: ["kept"]})
-    world.collect(1)
-    world.collect(2)  # asks 4, 5, 6 and 7, of which 7 goes on
-    world.sampler._order = lambda epoch: np.arange(8)[::-1]
-    world.collect(3)
-    assert world.prompts_asked() == [[7, 6, 5, 4, 3]]
-    world.collect(4)
-    assert world.prompts_asked() == [[7, 2, 1, 0]]  # it was postponed
 
 
 def test_a_step_refills_with_no_more_prompts_than_it_has_not_asked():

@@ -7,8 +7,7 @@
 
 Which prompts are asked, and which groups teach something, `PromptSelector` says (prompt_selector.py). All
 rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing that
-teaches is thrown away: a step has `data.train_batch_size` groups or a few more. A group that a round did not
-wait for (`rollout.keep_partial`) goes on in the next round, and a group of the last round in the next step.
+teaches is thrown away: a step has `data.train_batch_size` groups or a few more.
 """
 
 from __future__ import annotations
@@ -30,18 +29,15 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.episodes import environment_metrics, environment_of
 from verl.trainer.ppo.kinds import kind_metrics, kind_of
 from verl.trainer.ppo.prompt_selector import GroupCounts, PromptSelector
-from verl.trainer.ppo.saved_rows import load_rows, save_rows, without_environments
 from verl.trainer.ppo.scoring import scores_by, solved_rows, solved_share
 from verl.verifiers.registry import verifier_metrics
 
 TRAIN_STREAM = 0
 VALIDATION_STREAM = 1
 AHEAD_STREAM = 2
-# Finish reasons of trajectories that a round did not wait for.
-KEPT = "kept"
-CUT = "cut"
-PARTIAL_GROUPS_FILE = "partial_groups.npz"
-OLD_PARTIAL_GROUPS_FILE = "partial_groups.pkl"  # of older versions; not read: a pickle can run programs
+CUT = "cut"  # finish reason of a trajectory that a round did not wait for
+# Older versions wrote groups that went on in the next step into one of these.
+PARTIAL_GROUPS_FILES = ("partial_groups.npz", "partial_groups.pkl")
 HISTORY_FILE = "prompt_history.npz"
 
 
@@ -136,8 +132,6 @@ class TrajectoryCollector:
         self.selector = PromptSelector(config, passes, sampler)
         self.trajectory_metrics = trajectory_metrics
         self.say = say
-        # The rows that `split_unfinished` keeps for the next generation.
-        self.unfinished: DataProto | None = None
         self._rounds: list[DataProto] = []  # scored trajectories of each round of this step
         self._batch = DataProto(None)  # the rows of all these rounds
         self._usable = self._chosen = np.zeros(0, dtype=bool)  # masks of these rows
@@ -149,11 +143,6 @@ class TrajectoryCollector:
         """Begin the collection of a step. Return how many groups its first round of generation asks for."""
         self._rounds = []
         return self.config.data.train_batch_size
-
-    def take_finished(self, generated: DataProto) -> DataProto:
-        """Return the generated rows that have ended, and keep the others for the next generation."""
-        finished, self.unfinished = split_unfinished(generated)
-        return finished
 
     def add(self, scored: DataProto) -> None:
         """Take the scored trajectories of a round."""
@@ -173,8 +162,8 @@ class TrajectoryCollector:
         uids = self._batch.non_tensor_batch["uid"]
         return GroupCounts(len(set(uids)), len(set(uids[self._chosen])), len(self._rounds))
 
-    def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
-        """Return the unfinished rows and `count` fresh prompts, each as often as it is answered.
+    def prompts(self, step: int, count: int) -> DataProto:
+        """Return the next `count` prompts, each as often as it is answered.
 
         Raises RunStopped if the training data can't give the prompts.
         """
@@ -185,19 +174,12 @@ class TrajectoryCollector:
             prompts = self._answered(indices, f"step{step}.{round_number}" if round_number else f"step{step}")
         except DataFailed as error:
             raise RunStopped(f"step {step}: {error}") from error
-        if self.unfinished is not None:
-            prompts.non_tensor_batch["continuation"] = object_array([None] * len(prompts))
-            prompts = DataProto.concat([self.unfinished, prompts])
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), round_number)
-        keeps = rollout.keep_partial and not is_last
-        return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=keeps)
+        return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False)
 
     def _asked(self) -> set[int]:
-        """Return the rows of the dataset that this step has asked or that go on in it."""
-        batches = [*self._rounds]
-        if self.unfinished is not None:
-            batches.append(self.unfinished)
-        return {int(row) for batch in batches for row in batch.non_tensor_batch["index"]}
+        """Return the rows of the dataset that this step has asked."""
+        return {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
 
     def drawn_ahead(self, number: int, count: int, asked: Sequence[int]) -> list[DataProto]:
         """Return the rows of each of the next `count` prompts, to be sampled ahead of their step.
@@ -227,7 +209,7 @@ class TrajectoryCollector:
     def _ahead(self, prompts: DataProto, number: int, attempt: int) -> DataProto:
         seeds = sampling_seeds(self.config.trainer.seed, AHEAD_STREAM, number, len(prompts), attempt)
         do_sample = self.config.actor_rollout_ref.rollout.do_sample
-        return self._with_sampling(prompts, seeds, do_sample, validate=False, keep_partial=False)
+        return self._with_sampling(prompts, seeds, do_sample, validate=False)
 
     def _answered(self, indices: Sequence[int], uid_prefix: str) -> DataProto:
         """Return rows of the dataset, each as often as it is answered.
@@ -299,7 +281,7 @@ class TrajectoryCollector:
         prompts = batch.select([], columns).select_idxs(first)
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
         # As in validation, each row is alone with its prompt, so none is a straggler.
-        return self._with_sampling(prompts, seeds, False, validate=True, keep_partial=False)
+        return self._with_sampling(prompts, seeds, False, validate=True)
 
     def _metrics(self, seconds: float | None) -> dict[str, float]:
         """Return metrics of all trajectories that the step made, whether it learns from them or not."""
@@ -311,7 +293,6 @@ class TrajectoryCollector:
         uids = columns["uid"]
         reasons = [record["finish_reason"] for record in records]
         cut_groups = {uid for uid, reason in zip(uids, reasons, strict=True) if reason == CUT}
-        num_kept = 0 if self.unfinished is None else len(set(self.unfinished.non_tensor_batch["uid"]))
         num_sampled = float(batch.tensors["num_sampled"].sum())
         searches = [record for record in records if environment_of(record) == SEARCH]
         has_tokens = batch.tensors["num_sampled"].bool().tolist()
@@ -321,7 +302,6 @@ class TrajectoryCollector:
         metrics |= {
             "env/cut_trajectories": float(reasons.count(CUT)),
             "env/cut_groups": float(len(cut_groups)),
-            "env/kept_groups": float(num_kept),
             **(self.trajectory_metrics(searches) if searches else {}),
             **environment_metrics(records, scores),
             "env/left_out": float((~usable).sum()),
@@ -390,25 +370,21 @@ class TrajectoryCollector:
 
     def take_state(self) -> None:
         """Note what the next step depends on, so that `save` may be called in the middle of it."""
-        self._state = self.unfinished, self.selector.history()
+        self._history = self.selector.history()
 
     def save(self, folder: Path) -> None:
         """Write what `take_state` noted into a checkpoint; the sampler's position is not part of it."""
-        unfinished, history = self._state
-        if unfinished is not None:
-            save_rows(folder / PARTIAL_GROUPS_FILE, without_environments(unfinished.select()))
-        if history:
-            np.savez(folder / HISTORY_FILE, allow_pickle=False, **history)
+        if self._history:
+            np.savez(folder / HISTORY_FILE, allow_pickle=False, **self._history)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote.
 
         Raises ValueError if the sampler had other settings then, or if a file is damaged.
         """
-        path = folder / PARTIAL_GROUPS_FILE
-        self.unfinished = without_environments(load_rows(path)) if path.exists() else None
-        if (folder / OLD_PARTIAL_GROUPS_FILE).exists():
-            self.say(f"{folder / OLD_PARTIAL_GROUPS_FILE} is of an older version; its rows are left out")
+        for name in PARTIAL_GROUPS_FILES:
+            if (folder / name).exists():
+                self.say(f"{folder / name} is of an older version; its rows are left out")
         history: dict[str, np.ndarray] = {}
         # Older versions wrote the second file.
         for path in (folder / HISTORY_FILE, folder / "difficulty_pools.npz"):
@@ -464,61 +440,3 @@ def with_greedy_baselines(batch: DataProto, greedy: DataProto) -> tuple[DataProt
         "remax/baseline": float(outcomes[is_complete].mean()),
         "remax/left_out": float((~has_baseline).sum()),
     }
-
-
-def split_unfinished(generated: DataProto) -> tuple[DataProto, DataProto | None]:
-    """Separate the rows to score now from those that go on in the next generation.
-
-    Groups with a member that the round did not wait for are kept whole: in the next generation an unfinished
-    row goes on with its tokens, log-probs and turns, and one that had ended stays as it is. A group is kept
-    once: the second time it is waited for or cut like all others, so no token that is trained is older than
-    one step. Groups are known by uid, wherever their rows were generated. Where no other row is left, nothing
-    is kept: what is unfinished is cut, so that the step has something to learn from.
-
-    Returns:
-        The rows to score now, and the rows for the next generation: their prompts' columns and
-        `continuation`, or None if there are none.
-    """
-    records = generated.non_tensor_batch["trajectory"]
-    uids = generated.non_tensor_batch["uid"]
-    open_groups = {uid for uid, record in zip(uids, records, strict=True) if record["finish_reason"] == KEPT}
-    is_open = np.array([uid in open_groups for uid in uids], dtype=bool)
-    if not open_groups:
-        return generated, None
-    if is_open.all():
-        return cut_unfinished(generated), None
-    open_rows = generated.select_idxs(is_open)
-    columns = {name: rows for name, rows in open_rows.non_tensor_batch.items() if name != "trajectory"}
-    return generated.select_idxs(~is_open), DataProto(
-        None, {**columns, "continuation": continuations(open_rows)}
-    )
-
-
-def continuations(batch: DataProto) -> np.ndarray:
-    """Return what the agent goes on with, [N] of dict.
-
-    Each dict has ids, mask and log-probs without padding, and the `record`.
-    """
-    tensors = batch.tensors
-    lengths = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(-1).tolist()
-    names = {"response_ids": "responses", "response_mask": "response_mask", "log_probs": "rollout_log_probs"}
-    return object_array(
-        [
-            {name: tensors[column][row, :length].tolist() for name, column in names.items()}
-            | {"record": batch.non_tensor_batch["trajectory"][row]}
-            for row, length in enumerate(lengths)
-        ]
-    )
-
-
-def cut_unfinished(batch: DataProto) -> DataProto:
-    """Return the batch with nothing sampled in rows that were not waited for; their records say so."""
-    cut = batch.select()
-    records = [dict(record) for record in batch.non_tensor_batch["trajectory"]]
-    unfinished = torch.tensor([record["finish_reason"] == KEPT for record in records])[:, None]
-    for record in records:
-        record["finish_reason"] = CUT if record["finish_reason"] == KEPT else record["finish_reason"]
-    for name in ("response_mask", "rollout_log_probs"):
-        cut.tensors[name] = batch.tensors[name].masked_fill(unfinished, 0)
-    cut.non_tensor_batch["trajectory"] = object_array(records)
-    return cut

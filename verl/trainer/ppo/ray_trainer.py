@@ -235,7 +235,7 @@ class RayPPOTrainer(ResumableRun):
                     num_groups = self.collector.begin()
                     while num_groups > 0:
                         with timer("gen"):
-                            trajectories = self._trajectories(num_groups, step, last)
+                            trajectories = self._trajectories(num_groups, step)
                         with timer("reward"):
                             score(trajectories, self.reward_fn, self.config)
                         self.collector.add(trajectories)
@@ -295,14 +295,13 @@ class RayPPOTrainer(ResumableRun):
         steps = (self.state.step, self.total_steps)
         self.recorder.say(self.passes.banner(self.config, rows, steps, self.actor_rollout_wg.world_size))
 
-    def _trajectories(self, count: int, step: int, is_last: bool) -> DataProto:
+    def _trajectories(self, count: int, step: int) -> DataProto:
         """Return the trajectories of `count` groups, sampled now or ahead.
 
         Raises SearchesFailed or EnvironmentsFailed if too many searches or episodes failed.
         """
         if self.stream is None:
-            generated = self._generate_sequences(self.collector.prompts(step, count, is_last))
-            return self.collector.take_finished(generated)
+            return self._generate_sequences(self.collector.prompts(step, count))
         trajectories = self.stream.take(count)
         self.failures.check(trajectories.non_tensor_batch["trajectory"])
         return trajectories
@@ -326,7 +325,7 @@ class RayPPOTrainer(ResumableRun):
         `FailureWatch`.
         """
         columns = prompts.non_tensor_batch
-        shipped = [name for name in ("raw_prompt_ids", "uid", "continuation", "episode") if name in columns]
+        shipped = [name for name in ("raw_prompt_ids", "uid", "episode") if name in columns]
         workers = self.actor_rollout_wg
         if self.stream is not None:
             self.stream.settle()  # so that no older weights are measured
@@ -334,7 +333,6 @@ class RayPPOTrainer(ResumableRun):
         generated = workers.generate_sequences(prompts.select(non_tensor_batch_keys=shipped))
         trajectories = generated.non_tensor_batch["trajectory"]
         self.failures.check(trajectories)
-        columns = {name: column for name, column in columns.items() if name != "continuation"}
         return DataProto(generated.batch, columns | {"trajectory": trajectories}, dict(generated.meta_info))
 
     def _with_greedy_baselines(

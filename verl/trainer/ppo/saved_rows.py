@@ -1,7 +1,8 @@
 """Rows that go on in a later step, in a checkpoint: plain values that are read without running anything.
 
 An environment that is in the middle of an episode could only be kept as a pickle, which runs what it names.
-So such an episode begins again from its prompt when a run resumes; the other rows of its group go on.
+So such an episode begins again from its prompt when a run resumes; the other rows of its group go on
+(`TrajectoryService.snapshot`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tensordict import TensorDict
 
 from verl.protocol import DataProto, object_array
@@ -63,15 +65,18 @@ def _with_batches(value: Any) -> Any:
     return DataProto(batch, value["columns"], value["meta_info"])
 
 
-def has_environment(state: Any) -> bool:
-    """Return whether a row's `continuation` needs an environment that is in the middle of an episode."""
-    return state is not None and state["record"].get("kept", {}).get("env") is not None
+def continuations(batch: DataProto) -> np.ndarray:
+    """Return what the agent goes on with, [N] of dict.
 
-
-def without_environments(rows: DataProto) -> DataProto:
-    """Let rows with such an environment begin again, in place; return the rows."""
-    states = rows.non_tensor_batch.get("continuation")
-    if states is not None:
-        begun = [None if has_environment(state) else state for state in states]
-        rows.non_tensor_batch["continuation"] = object_array(begun)
-    return rows
+    Each dict has ids, mask and log-probs without padding, and the `record`.
+    """
+    tensors = batch.tensors
+    lengths = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(-1).tolist()
+    names = {"response_ids": "responses", "response_mask": "response_mask", "log_probs": "rollout_log_probs"}
+    return object_array(
+        [
+            {name: tensors[column][row, :length].tolist() for name, column in names.items()}
+            | {"record": batch.non_tensor_batch["trajectory"][row]}
+            for row, length in enumerate(lengths)
+        ]
+    )

@@ -35,8 +35,8 @@ from verl.protocol import DataProto, DataProtoFuture, object_array
 from verl.records.figures import UNKNOWN_REWARD_REASONS
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerGroup
-from verl.trainer.ppo.collection import TrajectoryCollector, continuations
-from verl.trainer.ppo.saved_rows import has_environment, load_rows, save_rows, without_environments
+from verl.trainer.ppo.collection import TrajectoryCollector
+from verl.trainer.ppo.saved_rows import continuations, load_rows, save_rows
 from verl.workers.rollout_worker import MEMBER
 
 STREAM_FILE = "rollout_stream.npz"
@@ -469,7 +469,6 @@ class RolloutStream:
                 row = group.rows.get(member, rows.get((group.uid, member)))
                 if row is not None and not repeatable and not has_failed(row):
                     states[member] = continuations(row)[0]
-            states = [None if has_environment(state) else state for state in states]
             prompts = group.prompts.select()
             prompts.non_tensor_batch["continuation"] = object_array(states)
             running.append((group.number, group.attempt, prompts, {}, group.due))
@@ -506,6 +505,4 @@ class RolloutStream:
         self.next_number = state["next_number"]
         self._lean = Lean(**state.get("lean", {}))  # older versions wrote none
         self.again = [PromptGroup(*arguments) for arguments in (*state["running"], *state["again"])]
-        for group in self.again:
-            without_environments(group.prompts)
         self.ready = [PromptGroup(*arguments) for arguments in state["ready"]]
