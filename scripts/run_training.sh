@@ -52,12 +52,16 @@ wait_for_server() {    # log, its process -> RETRIEVER_URL, when the server is r
     while kill -0 "$2" 2>/dev/null; do
         RETRIEVER_URL="$(sed -n 's/^retrieval server on //p' "$1" 2>/dev/null)"    # at first there is no log
         [ -n "$RETRIEVER_URL" ] && "$PYTHON" - "${RETRIEVER_URL%/retrieve}/health" <<'PY' && return 0
-import json, sys, urllib.request
+import json, sys, time, urllib.request
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-try:
-    sys.exit(json.load(opener.open(sys.argv[1], timeout=5)).get("status") != "ready")
-except OSError:
-    sys.exit(1)
+for _ in range(20):  # two seconds: a process that loads takes its core from the server
+    try:
+        if json.load(opener.open(sys.argv[1], timeout=5)).get("status") == "ready":
+            sys.exit(0)
+    except OSError:
+        pass
+    time.sleep(0.1)
+sys.exit(1)
 PY
         sleep 0.1
     done

@@ -16,15 +16,20 @@ import psutil
 import pytest
 
 from verl.config import load_config, load_sft_config
+from verl.preflight import servers
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
 program = sys.argv[2] if sys.argv[1] == "-m" else ""
 notes = pathlib.Path(os.environ["NOTES"])
-if program in ("verl.config", "verl.preflight.servers"):  # the real ones
+if program in os.environ.get("REAL", "").split():
     os.environ["PYTHONPATH"] = os.environ["SOURCE"]
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+if program == "verl.config":  # all settings are right; those that a run gets are loaded by the tests
+    sys.exit()
+if program == "verl.preflight.servers":
+    sys.exit(print("retrieval"))
 if program:
     (notes / program.split(".")[-1]).write_text(json.dumps([os.getpid(), sys.argv[3:]]))
 if program.endswith("microworld"):
@@ -89,12 +94,19 @@ def repository(tmp_path) -> Path:
         (repository / "data_prep" / name / "config.json").write_text("{}")
     (repository / "bin" / "stand_in.py").write_text(STAND_IN)
     python = repository / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$(dirname "$0")/stand_in.py" "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "$(dirname "$0")/stand_in.py" "$@"\n')
     python.chmod(0o755)
     return repository
 
 
+SETTINGS = "verl.config"
+SERVERS = "verl.preflight.servers"
+
+
 def start(repository: Path, *flags: str, script: str = "train_grpo.sh", cwd=None, **variables: str):
+    """Start a script; REAL names the programs that the stand-in runs as they are, instead of `verl.config`
+    that finds no mistake and `verl.preflight.servers` that wants a search server.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -155,7 +167,7 @@ def sft_settings(repository: Path):
 
 
 def test_without_arguments_a_world_is_made_served_and_trained_on(repository):
-    assert run(repository, SEED="4") == (0, "")
+    assert run(repository, SEED="4", REAL=f"{SETTINGS} {SERVERS}") == (0, "")
     config = settings(repository)
     assert config.data.train_files == "data/microworld/seed4/train.parquet"
     assert config.data.extra_val_files == "data/microworld/seed4/test_3hop.parquet"
@@ -235,27 +247,24 @@ def test_rows_may_be_jsonl(repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "settings_file", "starts"),
+    ("row", "settings_file", "answer"),
     [
-        ({"env_class": "gsm8k"}, "", False),
-        ({"env_class": "search"}, "", True),
-        ({}, "", True),
-        ({}, "retriever: {url: http://c/x}", False),
-        ({}, "do_search: false", False),
-        ({}, "environment: {env_class: gsm8k}", False),
+        ({"env_class": "gsm8k"}, "", ""),
+        ({"env_class": "search"}, "", "retrieval\n"),
+        ({}, "", "retrieval\n"),
+        ({}, "retriever: {url: http://c/x}", ""),
+        ({}, "do_search: false", ""),
+        ({}, "environment: {env_class: gsm8k}", ""),
     ],
 )
-def test_a_search_server_is_started_if_rows_search_and_no_setting_names_one(
-    repository, tmp_path, row, settings_file, starts
+def test_a_search_server_is_wanted_if_rows_search_and_no_setting_names_one(
+    tmp_path, capsys, row, settings_file, answer
 ):
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?", **row}) + "\n")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?", **row}) + "\n")
     (tmp_path / "more.yaml").write_text(settings_file)
-    status, errors = run(repository, f"@{tmp_path}/more.yaml", DATA_DIR=str(tmp_path))
-    if starts:
-        assert status == 2 and "holds no corpus.jsonl to search" in errors
-    else:
-        assert (status, errors) == (0, "") and note(repository, "server") is None
+    rows = [f"data.{name}_files={tmp_path}/train.jsonl" for name in ("train", "val")]
+    assert servers.main([*rows, f"@{tmp_path}/more.yaml"]) == 0
+    assert capsys.readouterr().out == answer
 
 
 def test_supervised_training_makes_demonstrations_and_starts_no_server(repository):
@@ -295,7 +304,7 @@ def test_a_small_models_folder_gets_the_tiny_models_settings_and_its_runs_name(r
     ],
 )
 def test_no_server_is_started_beside_a_users_own_or_without_search(repository, flags, variables, url):
-    assert run(repository, *flags, **variables)[0] == 0
+    assert run(repository, *flags, REAL=SERVERS, **variables)[0] == 0
     assert note(repository, "server") is None
     assert settings(repository).retriever.url == url
 
@@ -479,7 +488,7 @@ def test_a_config_file_takes_the_place_of_the_settings_and_is_relative_to_the_ca
     assert run(repository, "--config", "mine.yaml", cwd=tmp_path) == (0, "")
     _, config = called(repository)
     assert (config.max_turns, config.data.max_start_length) == (9, 256)
-    status, errors = run(repository, "--config", "other.yaml")
+    status, errors = run(repository, "--config", "other.yaml", REAL=SETTINGS)
     assert status == 2 and "Found no file at @other.yaml" in errors
     status, errors = run(repository, "--config")
     assert status == 2 and "expected one such as --config configs/mixture.yaml" in errors
@@ -538,7 +547,7 @@ def test_a_data_folder_that_lacks_a_file_is_a_mistake_of_the_user(repository, sc
 def test_a_mistake_and_help_are_answered_before_anything_is_made(repository, script, argument, answer):
     before = {path for path in repository.rglob("*") if path.name != "__pycache__"}
     lr = "optim.lr=0.01" if "sft" in script else "actor_rollout_ref.actor.optim.lr=0.01"
-    process = start(repository, lr, argument, script=script)
+    process = start(repository, lr, argument, script=script, REAL=SETTINGS)
     out, errors = process.communicate(timeout=60)
     assert answer in (errors if "=" in argument else out)
     assert process.returncode == (2 if "=" in argument else 0)
@@ -557,7 +566,7 @@ def test_help_begins_with_the_usage_and_the_variables(repository, script):
 
 
 def test_help_of_a_key_is_about_that_key_alone(repository):
-    process = start(repository, "trainer.seed=7", "--help", "trainer.seed")
+    process = start(repository, "trainer.seed=7", "--help", "trainer.seed", REAL=SETTINGS)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "usage:" not in out
     assert "trainer.seed=7\n" in out and out.count("\n") < 6
