@@ -123,7 +123,12 @@ class Clone:
         for name in filter(None, listed.stdout.decode().split("\0")):
             if (ROOT / name).exists():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, self.folder / name, follow_symlinks=False)
+                shutil.copy2(ROOT / name, self.folder / name, follow_symlinks=False)
+        # What other tests have compiled of the same files: modules, and the kernels, which take half a minute.
+        for folder_of_sources in {path.parent for path in self.folder.rglob("*.py")}:
+            compiled = ROOT / folder_of_sources.relative_to(self.folder) / "__pycache__"
+            if compiled.is_dir():
+                shutil.copytree(compiled, folder_of_sources / "__pycache__")
         programs = folder / "environment" / "bin"
         programs.mkdir(parents=True)
         python = f"real={shlex.quote(sys.executable)}\n"

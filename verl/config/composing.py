@@ -9,6 +9,9 @@
 Each of them is a config in Hydra's defaults list, and Hydra merges them. This module passes each config to a
 reader before it is merged. The reader translates old names and notes the origins of values.
 
+What Hydra composes of a shipped primary file is kept for the process. Where the arguments choose no recipe and
+no other folder, their layers are merged with a copy of it, which takes a third of the time.
+
 Importing this module takes half a second on a slow machine, so `verl.config.loading` does it when it loads.
 """
 
@@ -80,6 +83,8 @@ class ReadingLoader(ConfigLoaderImpl):
         path.append("schema", "structured://")
         super().__init__(path)
         self._read = read
+        self._folders = folders
+        self._is_read: list[tuple[str, Mapping[str, Any]]] = []  # names and contents, in the order of merging
         for number, source in enumerate(self.repository.sources):
             if source.scheme() == "file":
                 self.repository.sources[number] = _ParsedFiles(source.provider, source.path)
@@ -98,9 +103,38 @@ class ReadingLoader(ConfigLoaderImpl):
             return result
         content: Any = OmegaConf.to_container(result.config, resolve=False)
         of_hydra = {key: content.pop(key) for key in ("hydra", "defaults") if key in content}
+        self._is_read.append((name, content))
         translated = copy.copy(result)
         translated.config = OmegaConf.create({**self._read(name, content), **of_hydra})
         return translated
+
+    def compose(self, config_name: str, overrides: Sequence[str]) -> DictConfig:
+        """Return the merged configs without Hydra's own keys, and with interpolations unresolved."""
+        layers = [override for override in overrides if override.startswith(f"+{MEMORY}")]
+        if self._folders != Folders() or len(layers) < len(overrides):
+            return self._compose_anew(config_name, overrides)
+        key = (config_name, *(file.stat().st_mtime_ns for file in sorted(PRIMARY_FILES.glob("*.yaml"))))
+        if key in _composed:
+            config, is_read = _composed[key]
+            for name, content in is_read:
+                self._read(name, content)
+        else:
+            config = self._compose_anew(config_name, [])
+            _composed[key] = (config, self._is_read)
+        config = copy.deepcopy(config)
+        for layer in layers:
+            config.merge_with(OmegaConf.create(self._read(layer.lstrip("+").replace("=", "/"), {})))
+        return config
+
+    def _compose_anew(self, config_name: str, overrides: Sequence[str]) -> DictConfig:
+        config = self.load_configuration(config_name, list(overrides), RunMode.RUN)
+        OmegaConf.set_struct(config, False)
+        del config["hydra"]
+        return config
+
+
+# (primary file, times of the shipped files) -> what Hydra composes of it, and the configs in that
+_composed: dict[tuple[str | int, ...], tuple[DictConfig, list[tuple[str, Mapping[str, Any]]]]] = {}
 
 
 def _existing(folder: str | None, option: str) -> Path:
@@ -139,7 +173,7 @@ def compose(loader: ReadingLoader, config_name: str, overrides: Sequence[str]) -
     Raises ValueError, with one line, for what can't be composed.
     """
     try:
-        config = loader.load_configuration(config_name, list(overrides), RunMode.RUN)
+        return loader.compose(config_name, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         if isinstance(error, MissingConfigException) and error.missing_cfg_file == config_name:
             folders = ", ".join(source.path for source in loader.get_sources() if source.scheme() == "file")
@@ -147,9 +181,6 @@ def compose(loader: ReadingLoader, config_name: str, overrides: Sequence[str]) -
                 f"Found no {config_name}.yaml in {folders}; expected it in one of these."
             ) from None
         raise ValueError(one_line(error)) from None
-    OmegaConf.set_struct(config, False)
-    del config["hydra"]
-    return config
 
 
 def missing(config: DictConfig, paths: Iterable[str]) -> list[str]:
