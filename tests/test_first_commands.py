@@ -2,9 +2,10 @@
 
     files of the working tree -> a clone -> README's commands, in order -> the first command of each page
 
-The commands are run as they stand. Two things around them differ from a user's machine. The environment is
-the one that runs the tests, so that nothing is installed. And its `python` makes trainings and evaluations
-short: it adds settings behind those of the command (`SHORT`).
+The commands are run as they stand. Three things around them differ from a user's machine. The environment is
+the one that runs the tests, so that nothing is installed. What other tests have compiled of the same files is
+there. And its `python` makes data, trainings and evaluations short: it adds settings behind those of the
+command (`SHORT`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SHORT = {
     "trainer.val_before_train=false data.val_data_num=8 data.extra_val_files=null trainer.val_modes=[greedy]",
     "verl.trainer.fsdp_sft_trainer": "trainer.total_training_steps=2 trainer.test_freq=-1",
     "verl.evaluation": "-n 8",
+    "data_prep.mixture": "--num-demonstrations 64 --num-train 64 --num-test 8",
+    "data_prep.hops": "--num-train 64 --num-test 8",
 }
 SHELL_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:bash|python|search-r1|git) ")
 
@@ -124,7 +127,7 @@ class Clone:
             if (ROOT / name).exists():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.folder / name, follow_symlinks=False)
-        # What other tests have compiled of the same files: modules, and the kernels, which take half a minute.
+        # What other tests have compiled of the same files: modules, and kernels, which take half a minute.
         for folder_of_sources in {path.parent for path in self.folder.rglob("*.py")}:
             compiled = ROOT / folder_of_sources.relative_to(self.folder) / "__pycache__"
             if compiled.is_dir():

@@ -1,9 +1,8 @@
-"""scripts/compare_algorithms.py: the intervals, and a whole short comparison."""
+"""scripts/compare_algorithms.py: the intervals, the settings of each run, and the table."""
 
 from __future__ import annotations
 
-import functools
-import shutil
+import json
 import sys
 from pathlib import Path
 
@@ -40,16 +39,40 @@ def test_each_variant_of_a_real_model_is_a_configuration(name):
     assert trajectories[0] == trajectories[1]
 
 
-@pytest.mark.slow
-def test_two_algorithms_become_a_table(capsys, monkeypatch, request):
-    told = "compare --only grpo lora --seeds 987 --steps 1 data.val_data_num=8 data.train_batch_size=4"
-    told += " actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.val_before_train=false"
+@pytest.mark.parametrize("name", compare_algorithms.ALGORITHMS)
+def test_each_variant_of_the_microworld_is_a_configuration(name):
+    recipe = compare_algorithms.ROOT / "configs" / f"microworld_{'ppo' if name == 'gae' else 'grpo'}.yaml"
+    load_config([f"@{recipe}", *compare_algorithms.ALGORITHMS[name].split()])
+
+
+def test_two_algorithms_become_a_table(capsys, monkeypatch, tmp_path):
+    """The runs are stand-ins, which write what runs write: train_grpo.sh and train_ppo.sh have tests."""
+    ems = {"grpo": (1.0, 0.0, 1.0, 0.0), "gae": (1.0, 1.0, 1.0, 0.0)}
+    started = []
+
+    def run(command, env, cwd, check):
+        started.append((command[1], env["SEED"]))
+        folder = tmp_path / "verl_checkpoints" / env["EXPERIMENT_NAME"]
+        folder.mkdir(parents=True)
+        name = env["EXPERIMENT_NAME"].split("-")[1]
+        with (folder / "validation.jsonl").open("w") as file:
+            for step in (0, 1):  # the last counts
+                for mode in ("sampled", "greedy"):
+                    for number, em in enumerate(ems[name]):
+                        line = {"step": step, "questions": "val", "mode": mode, "question": f"q{number}"}
+                        file.write(json.dumps(line | {"em": em if step else 1 - em}) + "\n")
+
+    monkeypatch.setattr(compare_algorithms.subprocess, "run", run)
+    monkeypatch.setattr(compare_algorithms, "ROOT", tmp_path)
+    told = "compare --only grpo gae --seeds 3 4 --steps 1"
     monkeypatch.setattr(sys, "argv", told.split())
-    folder = compare_algorithms.ROOT / "verl_checkpoints"
-    for name in ("grpo", "lora"):
-        made = folder / f"compare-{name}-seed987"
-        request.addfinalizer(functools.partial(shutil.rmtree, made, ignore_errors=True))
     compare_algorithms.main()
-    grpo, lora = capsys.readouterr().out.splitlines()[-2:]
-    assert grpo.startswith("| grpo | 1 | 0.") and "| +0.000 [+0.000, +0.000] |" in grpo
-    assert lora.startswith("| lora | 1 | 0.") and (folder / "compare-lora-seed987" / "summary.json").is_file()
+    grpo, gae = capsys.readouterr().out.splitlines()[-2:]
+    assert grpo.startswith("| grpo | 2 | 0.500 [") and "| +0.000 [+0.000, +0.000] |" in grpo
+    assert gae.startswith("| gae | 2 | 0.750 [") and "| +0.250 [" in gae
+    assert started == [
+        ("train_grpo.sh", "3"),
+        ("train_ppo.sh", "3"),
+        ("train_grpo.sh", "4"),
+        ("train_ppo.sh", "4"),
+    ]

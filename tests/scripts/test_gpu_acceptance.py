@@ -1,4 +1,7 @@
-"""scripts/gpu_acceptance.py on CPU: every check runs, is written down, and is not run twice."""
+"""scripts/gpu_acceptance.py on CPU: checks run, are written down, and are not run twice.
+
+Those that train are command lines (`_train`), which other tests run.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CHECKS = ["machine", "step", "greedy", "resume", "offload", "dense", "microworld", "vllm", "layouts"]
-CHECKS += ["megatron", "split", "servers"]
+CHECKS = ["step", "greedy", "dense"]
 
 
 def accept(out: Path, *arguments: str) -> str:
@@ -23,13 +25,13 @@ def accept(out: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_check_runs_on_cpu_and_is_not_run_again(tmp_path):
-    said = accept(tmp_path)
+def test_checks_run_on_cpu_and_are_not_run_again(tmp_path):
+    said = accept(tmp_path, "--only", *CHECKS)
     results = json.loads((tmp_path / "gpu_acceptance.json").read_text())["checks"]
     assert list(results) == CHECKS and all(results.values())
     assert not [line for lines in results.values() for line in lines if line["verdict"] == "fail"]
     passed = {line["name"] for lines in results.values() for line in lines if line["verdict"] == "pass"}
-    assert {"log-probs apart, mean", "greedy tokens equal", "values that differ after resuming"} <= passed
+    assert {"log-probs apart, mean", "greedy tokens equal"} <= passed
     page = (tmp_path / "gpu_acceptance.md").read_text()
     assert page.count("\n| ") - 1 == sum(map(len, results.values()))
     assert accept(tmp_path, "--only", "greedy", "dense").splitlines()[:-1] == [

@@ -9,8 +9,8 @@
 Each of them is a config in Hydra's defaults list, and Hydra merges them. This module passes each config to a
 reader before it is merged. The reader translates old names and notes the origins of values.
 
-What Hydra composes of a shipped primary file is kept for the process. Where the arguments choose no recipe and
-no other folder, their layers are merged with a copy of it, which takes a third of the time.
+What Hydra composes of a shipped primary file is kept for the process. Where the arguments choose no recipe
+and no other folder, their layers are merged with a copy of it, which takes half of the time.
 
 Importing this module takes half a second on a slow machine, so `verl.config.loading` does it when it loads.
 """
