@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -63,10 +66,25 @@ def environment() -> dict[str, str]:
     return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(parts: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        parts, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+class Ended(NamedTuple):
+    status: int
+    out: str
+    error: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., Ended]:
+    """run(command, folder=ROOT): its program in this process, which has imported what it needs."""
+
+    def run_program(parts: list[str], folder: Path = ROOT) -> Ended:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", parts[1:])
+        monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(parts[1], run_name="__main__")
+        return Ended(int(end.value.code or 0), *capsys.readouterr())
+
+    return run_program
 
 
 def ask(parts: list[str], fields: dict) -> dict:
@@ -108,7 +126,7 @@ def test_the_bm25_launcher_serves(tmp_path):
         "example/retriever/retrieval_launch_hierarchical.sh",
     ],
 )
-def test_a_dense_launcher_whose_index_is_not_there_says_so(tmp_path, launcher):
+def test_a_dense_launcher_whose_index_is_not_there_says_so(run, tmp_path, launcher):
     parts = command(
         launcher,
         index_file=tmp_path / "e5_Flat.index",
@@ -119,19 +137,20 @@ def test_a_dense_launcher_whose_index_is_not_there_says_so(tmp_path, launcher):
     )
     done = run(parts)
     index = tmp_path / "e5_Flat.index"
-    assert done.stderr == f"error: --index_path: {index} does not exist, e5 needs a dense index\n"
-    assert done.returncode == 2
+    assert done.error == f"error: --index_path: {index} does not exist, e5 needs a dense index\n"
+    assert done.status == 2
 
 
 @pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if "google" in LAUNCHERS[name]])
 @pytest.mark.parametrize("api_key, cse_id", [("", ""), ("key", "")])
-def test_the_google_launchers_ask_for_what_is_missing(launcher, api_key, cse_id):
+def test_the_google_launchers_ask_for_what_is_missing(run, launcher, api_key, cse_id):
     done = run(command(launcher, api_key=api_key, cse_id=cse_id))
-    assert done.returncode == 2 and "expected one argument" in done.stderr
+    assert done.status == 2 and "expected one argument" in done.error
 
 
-@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if "google" in LAUNCHERS[name]])
-def test_the_api_key_of_the_google_launchers_is_googles_not_the_clients(launcher):
+def test_the_api_key_of_the_google_launchers_is_googles_not_the_clients():
+    """One of them, whose program runs that of the other."""
+    launcher = "example/retriever/retrieval_launch_google.sh"
     parts = command(launcher, FREE_PORT, api_key="googles-key", cse_id="my-engine")
     with subprocess.Popen(
         parts, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -146,15 +165,20 @@ def test_the_api_key_of_the_google_launchers_is_googles_not_the_clients(launcher
 
 
 @pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if "serp" in LAUNCHERS[name]])
-def test_the_serpapi_launchers_serve_with_a_key_and_refuse_without(launcher):
+def test_the_serpapi_launchers_refuse_to_serve_without_a_key(run, launcher):
     parts = command(launcher, search_url="https://serpapi.com/search", serp_api_key="")
-    assert run(parts).returncode == 2
+    assert run(parts).status == 2
+
+
+def test_a_serpapi_launcher_serves_with_a_key():
+    """One of them, whose program runs that of the other."""
+    launcher = "example/retriever/retrieval_launch_serpapi.sh"
     parts = command(launcher, FREE_PORT, search_url="http://127.0.0.1:1/search", serp_api_key="key")
     reply = ask(parts, {"queries": [], "topk": 3})
     assert reply == {"result": []}
 
 
-def test_the_index_builders_launcher_names_the_encoder_that_is_missing(tmp_path):
+def test_the_index_builders_launcher_names_the_encoder_that_is_missing(run, tmp_path):
     parts = command(
         "search_r1/search/build_index.sh",
         corpus_file=write_corpus(tmp_path),
@@ -163,10 +187,10 @@ def test_the_index_builders_launcher_names_the_encoder_that_is_missing(tmp_path)
         retriever_model=tmp_path / "no-model",
     )
     done = run(parts, ROOT / "search_r1" / "search")
-    assert done.returncode in (1, 2) and "no-model" in done.stderr and "Traceback" not in done.stderr
+    assert done.status in (1, 2) and "no-model" in done.error and "Traceback" not in done.error
 
 
-def test_retrieval_without_a_server_names_the_data_set_that_is_missing(tmp_path):
+def test_retrieval_without_a_server_names_the_data_set_that_is_missing(run, tmp_path):
     parts = command(
         "search_r1/search/retrieval.sh",
         TOPK=3,
@@ -176,16 +200,17 @@ def test_retrieval_without_a_server_names_the_data_set_that_is_missing(tmp_path)
         DATASET_PATH=tmp_path / "nq",
     )
     done = run(parts, ROOT / "search_r1" / "search")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --dataset_path: can't read {tmp_path}/nq/test.jsonl")
+    assert done.status == 2
+    assert done.error.startswith(f"error: --dataset_path: can't read {tmp_path}/nq/test.jsonl")
 
 
-def test_retrieval_without_a_server_prints_what_it_finds(tmp_path):
+def test_retrieval_without_a_server_prints_what_it_finds(run, tmp_path, capsys):
     (tmp_path / "test.jsonl").write_text('{"question": "town"}\n{"question": "film"}\n')
     flags = f"--retrieval_method bm25 --retrieval_topk 1 --index_path {tmp_path} --dataset_path {tmp_path} "
     flags += f"--corpus_path {write_bm25(tmp_path)} --data_split test --faiss_gpu True"
+    capsys.readouterr()
     done = run([sys.executable, "search_r1/search/retrieval.py", *flags.split()])
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in done.out.splitlines()]
     assert [(line["question"], line["documents"]) for line in lines] == [
         ("town", [DOCUMENTS[2]]),
         ("film", [DOCUMENTS[0]]),
