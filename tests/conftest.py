@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,9 +19,15 @@ if TYPE_CHECKING:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With -m "slow ..." or -m vllm a file that does not name the mark is not imported, and with "slow and
     alone" only one that names `alone` or `ray` besides: to import all of them takes longer than most tests.
+    With -m "not slow" a file is not imported whose tests are all slow.
     """
     mark, _, more = config.option.markexpr.partition(" ")
-    if mark not in ("slow", "vllm") or not collection_path.name.startswith("test_"):
+    if not collection_path.name.startswith("test_"):
+        return None
+    if config.option.markexpr == "not slow":
+        text = collection_path.read_text()
+        return True if re.search(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", text, re.M) else None
+    if mark not in ("slow", "vllm"):
         return None
     files = [path for path in (collection_path, collection_path.with_name("conftest.py")) if path.exists()]
     text = "".join(path.read_text() for path in files)

@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 SHORT = {
     "verl.trainer.main_ppo": "trainer.total_training_steps=2 trainer.test_freq=-1 trainer.evals=[] "
+    "data.train_batch_size=6 actor_rollout_ref.actor.ppo_mini_batch_size=24 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24 "
     "trainer.val_before_train=false data.val_data_num=8 data.extra_val_files=null trainer.val_modes=[greedy]",
     "verl.trainer.fsdp_sft_trainer": "trainer.total_training_steps=2 trainer.test_freq=-1",
     "verl.evaluation": "-n 8",

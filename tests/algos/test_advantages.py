@@ -15,8 +15,8 @@ from verl.trainer.ppo import core_algos as algos
 
 WHOLE_BATCH = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo"}
 ROW_WISE = {"grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "gdpo"}
-thorough = settings(deadline=None, derandomize=True, max_examples=25)
-quick = settings(deadline=None, derandomize=True, max_examples=8)
+thorough = settings(deadline=None, derandomize=True, max_examples=15)
+quick = settings(deadline=None, derandomize=True, max_examples=5)
 
 
 @pytest.mark.parametrize("name", NAMES)

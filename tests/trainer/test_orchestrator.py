@@ -110,14 +110,22 @@ def gone(process, seconds=20):
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.fixture(scope="module")
+def undisturbed(world, url, tmp_path_factory):
+    """The rows and the last weights of a run that nobody kills, over Ray."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main_ppo.run(settings(world, url, folder / "ray", trainer__backend="ray")) == 0
+    return results(folder / "ray")
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transfer", ["delta", "collective"])
-def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_over_ray(transfer, world, url, tmp_path):
-    assert main_ppo.run(settings(world, url, tmp_path / "ray", trainer__backend="ray")) == 0
-    rows, weights = results(tmp_path / "ray")
-
+def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_over_ray(
+    transfer, undisturbed, world, url, tmp_path
+):
+    rows, weights = undisturbed
     folder = tmp_path / "killed"
     log = tmp_path / "log"
     elsewhere = tmp_path / "weights"

@@ -33,14 +33,14 @@ def play(
     return sums
 
 
-def test_three_hundred_random_schedules_sample_what_each_session_samples_alone() -> None:
-    sums = play(range(300))
+def test_a_hundred_random_schedules_sample_what_each_session_samples_alone() -> None:
+    sums = play(range(100))
     assert min(sums[name] for name in ("preemptions", "evictions", "prefix_hit_tokens", "tokens")) > 50
 
 
 @pytest.mark.slow
-def test_a_thousand_random_schedules_sample_what_each_session_samples_alone() -> None:
-    play(range(1_000_000, 1_001_000))
+def test_five_hundred_random_schedules_sample_what_each_session_samples_alone() -> None:
+    play(range(1_000_000, 1_000_500))
 
 
 def play_real(name: str, seeds: range) -> dict[str, float]:
