@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,10 +36,3 @@ def test_checks_run_on_cpu_and_are_not_run_again(tmp_path):
     assert accept(tmp_path, "--only", "greedy", "dense").splitlines()[:-1] == [
         line for line in said.splitlines() if line[10:].startswith(("greedy", "dense"))
     ]
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_the_checks_of_vllm_run_on_cpu(tmp_path):
-    said = accept(tmp_path, "--only", "vllm").splitlines()
-    assert [line.split()[0] for line in said[:-1]] == [*["measured"] * 5, "pass"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -103,6 +103,7 @@ def read_value(text: str, key: Key | None = None) -> Any:
     return text if holds_text and not isinstance(value, str | None) else value
 
 
+@lru_cache(maxsize=10_000)
 def parse(text: str) -> Override | None:
     """Return a value as Hydra's parser reads it, as an override of some key; None if it can't be read."""
     from hydra.errors import HydraException

@@ -89,9 +89,10 @@ def play(seed: int, config: Config, folder: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(trained + untrained) == list(range(prompts.drawn)), (seed, saved)  # none lost, none twice
 
 
-def test_no_schedule_trains_what_is_too_old_or_loses_a_prompt_or_hangs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 600), marks=pytest.mark.slow)])
+def test_no_schedule_trains_what_is_too_old_or_loses_a_prompt_or_hangs(seeds, tmp_path, monkeypatch):
     config = load_config([])
-    for seed in range(1000):
+    for seed in seeds:
         with monkeypatch.context() as patch:
             play(seed, config, tmp_path, patch)
 
