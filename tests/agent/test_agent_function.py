@@ -8,7 +8,6 @@ import time
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, OpenAI
 from scripted_engine import ScriptedEngine, byte_tokenizer, prompts
 
 from verl.agent.agent import EnvironmentAgent
@@ -23,9 +22,21 @@ CONFIG = AgentConfig(
 heard: list = []  # what agents were answered
 
 
+def openai_client(base_url):
+    from openai import OpenAI  # here, since its import takes seconds in each process of the tests
+
+    return OpenAI(base_url=base_url, api_key="none")
+
+
+def async_openai_client(base_url):
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key="none")
+
+
 async def two_turns(task, base_url):
     """Asks, and asks again with the answer; its reward is a column of the row."""
-    client = AsyncOpenAI(base_url=base_url, api_key="none")
+    client = async_openai_client(base_url)
     messages = [{"role": "user", "content": f"Q: {task['question']}\n"}]
     for _ in range(2):
         reply = await client.chat.completions.create(model="any", messages=messages, stop=["."])
@@ -36,7 +47,7 @@ async def two_turns(task, base_url):
 
 def plain_function(task, base_url):
     """No coroutine; forgets what was said, and streams."""
-    client = OpenAI(base_url=base_url, api_key="none")
+    client = openai_client(base_url)
     for text in ("first\n", "second\n"):
         parts = client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": text}], stream=True
@@ -86,7 +97,7 @@ async def with_tools(task, base_url):
         """Looks something up."""
         return f"{query} is a town"
 
-    model = OpenAIChatCompletionsModel("any", AsyncOpenAI(base_url=base_url, api_key="none"))
+    model = OpenAIChatCompletionsModel("any", async_openai_client(base_url))
     result = await Runner.run(Agent(name="x", model=model, tools=[search]), task["prompt"], max_turns=4)
     heard.append(result.final_output)
 
@@ -162,7 +173,7 @@ def test_an_agent_of_the_openai_sdk_calls_its_tools(tool_format):
 
 async def keeps_history(task, base_url):
     """Rewrites the arguments of calls, then asks with other tools."""
-    client = AsyncOpenAI(base_url=base_url, api_key="none")
+    client = async_openai_client(base_url)
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     messages = [{"role": "user", "content": "Go."}]
     reply = (await client.chat.completions.create(model="x", messages=messages, tools=tools)).choices[0]
@@ -193,7 +204,7 @@ def test_calls_may_be_spelled_otherwise_and_other_tools_are_another_context():
 
 
 async def many_turns(task, base_url):
-    client = AsyncOpenAI(base_url=base_url, api_key="none")
+    client = async_openai_client(base_url)
     messages = [{"role": "user", "content": task["question"]}]
     for _ in range(50):
         reply = await client.chat.completions.create(model="any", messages=messages)
@@ -201,9 +212,7 @@ async def many_turns(task, base_url):
 
 
 def returns_nothing(task, base_url):
-    OpenAI(base_url=base_url, api_key="none").chat.completions.create(
-        model="any", messages=[{"role": "user", "content": "?"}]
-    )
+    openai_client(base_url).chat.completions.create(model="any", messages=[{"role": "user", "content": "?"}])
 
 
 def test_an_episode_that_a_limit_ends_has_no_reward_and_an_agent_must_return_one():

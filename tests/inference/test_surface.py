@@ -9,6 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from served import serving
 
+pytestmark = pytest.mark.slow
 RELAXED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 PATHS = [
     ("POST", "/v1/chat/completions"),
@@ -31,7 +32,6 @@ def server():
         yield running
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), PATHS)
 def test_no_request_made_from_the_schema_breaks_the_server(server, method, path):
     url = f"{server.url}/openapi.json"
@@ -58,7 +58,6 @@ def test_no_request_made_from_the_schema_breaks_the_server(server, method, path)
     server.client.delete(f"/sessions/{session}")
 
 
-@pytest.mark.slow
 def test_nothing_is_left_of_sessions_that_were_deleted(server):
     for _ in range(100):
         session, path = server.open()

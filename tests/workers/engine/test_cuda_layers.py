@@ -6,7 +6,6 @@ import importlib.util
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen3Config
 
@@ -113,6 +112,8 @@ def test_adapters_are_trained_through_compiled_layers(compiles):
     gradients = []
     for is_compiled in (False, True):
         module = policy("qwen2", checkpoints=True)
+        from peft import LoraConfig  # here, since its import takes seconds in each process of the tests
+
         config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
         add_adapters(module.model, config, "a model")
         assert not is_compiled or cuda_layers.use_cuda_layers(module)

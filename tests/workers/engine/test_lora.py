@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     assert_same_gradients,
@@ -128,6 +127,8 @@ def test_rule_10_a_resumed_adapter_takes_bitwise_the_same_steps(model_path, tmp_
 
 
 def test_the_adapter_folder_is_one_that_peft_reads_and_a_run_goes_on_from(model_path, tmp_path):
+    from peft import PeftModel  # here, since its import takes seconds in each process of the tests
+
     actor = lora_actor(model_path)
     save(actor.engine, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(model_path)
