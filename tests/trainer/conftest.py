@@ -20,3 +20,15 @@ def url(world, serve_documents):
     documents = [json.loads(line) for line in (world / "corpus.jsonl").open(encoding="utf-8")]
     with serve_documents(documents, topk=2) as address:
         yield f"{address}/retrieve"
+
+
+@pytest.fixture
+def with_picture() -> None:
+    """The runs of a test that asks for this draw curves.png."""
+
+
+@pytest.fixture(autouse=True)
+def no_picture(request, monkeypatch) -> None:
+    """Runs in this process draw no curves.png, which takes a second each."""
+    if "with_picture" not in request.fixturenames:
+        monkeypatch.setattr("verl.records.recorder.draw_curves", lambda *_: None)

@@ -15,6 +15,7 @@ from verl.trainer.main_ppo import run
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("with_picture")
 def test_a_run_leaves_its_records_and_a_second_start_goes_on(world, url, tmp_path):
     line = arguments(
         world,

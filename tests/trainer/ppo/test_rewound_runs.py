@@ -9,7 +9,6 @@ from instant_runs import Policy, instant_trainer
 from test_whole_runs import rows_of
 
 from verl.config import load_config
-from verl.records import recorder
 from verl.trainer.restarts import RestartingRun
 from verl.trainer.rewinds import CollapseSeen
 
@@ -34,7 +33,6 @@ def collapse(monkeypatch):
         return trajectory(self, row, prompt_ids, seed)
 
     monkeypatch.setattr(Policy, "_trajectory", collapsing)
-    monkeypatch.setattr(recorder, "draw_curves", lambda *_: None)
     return state
 
 
