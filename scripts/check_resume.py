@@ -42,6 +42,7 @@ AS_ACTORS = """--rl trainer.max_restarts=1000
 # Metrics of what the engine did since the last step begin with one of these. They depend on chance.
 ENGINE = ("async/", "retrieval/", "rollout/generated", "rollout/kv", "rollout/parked", "rollout/pre")
 ENGINE += ("rollout/queued", "rollout/running", "rollout/steps", "rollout/seconds", "rollout/tokens")
+FEW_CONTROLS = "trainer.evals=[{retriever:shuffled,every:40,n:8}]"  # the recipe asks 200 questions at each
 MIN_STEPS = 4  # each has a checkpoint, and each of the three kills comes after another checkpoint
 
 
@@ -112,7 +113,7 @@ def main() -> int:
     kills.append(("global_step_*.incomplete/actor", 0.0))
     name = "resume-kl"
     scenario = SCENARIOS["resume-kl"]
-    settings = f"{scenario.settings} trainer.total_training_steps={options.steps}"
+    settings = f"{scenario.settings} {FEW_CONTROLS} trainer.total_training_steps={options.steps}"
     skip = scenario.skip
     if options.ahead is not None:
         settings += f" {AHEAD} trainer.async_training.max_staleness={options.ahead}"
