@@ -252,6 +252,7 @@ def load_manager(
         from search_r1.search.client import SearchClient
         from verl.agent.trajectory import generation_eos_ids
         from verl.utils import check_token_ids
+        from verl.utils.hub import use_cache_if_hub_is_away
         from verl.workers.engine.loading import load_hf_config
         from verl.workers.rollout.native import NativeEngine
 
@@ -260,6 +261,7 @@ def load_manager(
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype_name = arguments.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_name]
+    use_cache_if_hub_is_away({"--model": model})
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         config = load_hf_config({"path": model})

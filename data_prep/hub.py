@@ -6,6 +6,7 @@ are in force. Its exceptions become a ValueError of one line.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.extras import install_command
+from verl.utils.hub import hub_problem, is_offline, leave_hub_alone, use_cache_if_hub_is_away
+from verl.utils.text import printable
 
 
 def _call_hub(label: str, call: Callable[[Any], Any]) -> Any:
@@ -33,8 +36,18 @@ def _call_hub(label: str, call: Callable[[Any], Any]) -> Any:
             return None  # the local error means that the file is not cached and the hub can't be reached
         reason = re.sub(r"\?\S*", "", " ".join(str(error).split()))  # a signed address lets anybody in
         raise ValueError(
-            f"{label} can't be had from the hub ({reason}); the same command goes on where this one was"
+            f"{label} can't be had from the hub ({reason}); the same command goes on where this one was, "
+            "on a machine with network"
         ) from None
+
+
+def _leave_hub_alone_if_away(repository: str, path: str) -> None:
+    """Take what is cached of a data set, if the hub does not answer within seconds."""
+    with contextlib.suppress(ImportError):  # `_call_hub` says that huggingface_hub is missing
+        problem = hub_problem(repository, path, "dataset", may_lack=True)
+        if problem is not None and not is_offline():
+            print(printable(f"note: {problem}; the cache is used"), file=sys.stderr, flush=True)
+            leave_hub_alone()
 
 
 def fetch_file(repository: str, path: str, folder: Path | None = None) -> Path | None:
@@ -48,6 +61,7 @@ def fetch_file(repository: str, path: str, folder: Path | None = None) -> Path |
     Raises:
         ValueError: the hub can't be reached or refuses.
     """
+    _leave_hub_alone_if_away(repository, path)
     kind: dict[str, Any] = {"repo_type": "dataset", "local_dir": folder}
     file = _call_hub(f"{path} of {repository}", lambda hub: hub.hf_hub_download(repository, path, **kind))
     return None if file is None else Path(file)
@@ -55,6 +69,7 @@ def fetch_file(repository: str, path: str, folder: Path | None = None) -> Path |
 
 def fetch_folder(repository: str, path: str, folder: Path) -> None:
     """Download a repository's folder `path`, as `folder`/`path`. Raises ValueError as `fetch_file` does."""
+    _leave_hub_alone_if_away(repository, ".gitattributes")
     # snapshot_download is not used, because it does not complain if the hub can't be reached.
     listed = _call_hub(
         f"{path}/ of {repository}", lambda hub: hub.list_repo_files(repository, repo_type="dataset")
@@ -71,6 +86,7 @@ def fetch_model(name: str) -> Path:
 
     Raises ValueError as `fetch_file` does, or if the name is no model's.
     """
+    use_cache_if_hub_is_away({"--model": name})
     kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
     excluded = ["consolidated*", "original/*"]  # the same weights in another form
     folder = _call_hub(

@@ -39,6 +39,7 @@ from search_r1.search.corpus import Corpus
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
 from verl.data.rl_dataset import read_rows, require_columns
+from verl.utils.hub import use_cache_if_hub_is_away
 
 # Kinds of queries. The first passage found by them is the right one for .92, .94, .70 and .57 of XQuAD's
 # questions.
@@ -184,6 +185,7 @@ def write_rows(options: argparse.Namespace) -> dict[str, int]:
         files.get_field(row["extra_info"], "gold_ids", list, f"{data}, {row.get('id')}, extra_info")
     codec = None
     if options.tokenizer is not None:
+        use_cache_if_hub_is_away({"--tokenizer": options.tokenizer})
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
         codec = Codec(tokenizer, AgentConfig(1, 1, 2, 1, options.max_obs_length))
     passages = Passages(data / "corpus.jsonl", options.topk, codec)

@@ -36,6 +36,7 @@ from data_prep.files import run_command  # noqa: E402
 from verl.checkpoints.run_state import STATE_FILE, RunState  # noqa: E402
 from verl.utils.durable import link_or_copy  # noqa: E402
 from verl.utils.file_sums import damage_in, write_sums  # noqa: E402
+from verl.utils.hub import use_cache_if_hub_is_away  # noqa: E402
 from verl.workers.engine.checkpoint import (  # noqa: E402
     ADAPTER_FOLDER,
     MODEL_PREFIX,
@@ -126,6 +127,7 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
     if any(".lora_A." in name for name in saved_tensors(model_folder / "dcp", MODEL_PREFIX)):
         adapter = model_folder / ADAPTER_FOLDER  # it is merged into its base, in the dtype of the training
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+        use_cache_if_hub_is_away({"base_model_name_or_path": base})
         dtype = stored_dtype(source) or AutoConfig.from_pretrained(source).dtype or torch.float32
         policy = load_policy({"path": base, "lora_adapter_path": str(adapter)}, dtype)
         policy.model.save_pretrained(out, state_dict=dict(plain_parameters(policy.model, policy.adapters)))

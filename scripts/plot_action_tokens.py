@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
+from verl.utils.hub import use_cache_if_hub_is_away  # noqa: E402
 from verl.utils.json_files import last_steps, read_lines, write_lines  # noqa: E402
 from verl.utils.text import printable
 
@@ -115,6 +116,7 @@ def measure(run: Path, hops: int | None = None) -> list[dict[str, Any]]:
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["actor_rollout_ref"]
     temperature = settings["rollout"]["temperature"]
     base_model = settings["model"]["path"]
+    use_cache_if_hub_is_away({"actor_rollout_ref.model.path": base_model})
     token_ids = TokenIds(AutoTokenizer.from_pretrained(base_model))
     lines: list[dict[str, Any]] = []
     step = 1

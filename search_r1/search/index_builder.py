@@ -42,6 +42,7 @@ from search_r1.search.indexing.corpus_check import CorpusReport, check_corpus
 from search_r1.search.indexing.job import IndexJob, run_job
 from search_r1.search.long_work import Progress, progress_lines
 from search_r1.search.manifest import check_manifest
+from verl.utils.hub import use_cache_if_hub_is_away
 from verl.utils.text import printable
 
 PROGRAM = ["python", "-m", "search_r1.search.index_builder"]
@@ -193,6 +194,7 @@ def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
         }
         name = arguments.retrieval_method
         model = arguments.model_path or DEFAULT_MODELS[method]
+        use_cache_if_hub_is_away({"--model_path": model})
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
         encoders = [Encoder(name, model, device, **options) for device in devices]
         return write_embeddings(corpus, folder, encoders, dtype, progress, vectors)

@@ -23,15 +23,18 @@ from typing import TYPE_CHECKING, Any
 from search_r1.search.backend_plan import (
     EXTRAS,
     ONLINE,
+    SPARSE,
     BackendPlan,
     check_at_least,
     check_model_folder,
     check_packages,
     plan_backends,
 )
+from search_r1.search.dense.encoder_settings import network_names
 from search_r1.search.long_work import progress_lines
-from search_r1.search.manifest import check_manifest
+from search_r1.search.manifest import check_manifest, read_manifest
 from search_r1.search.search_backend import SearchBackend
+from verl.utils.hub import use_cache_if_hub_is_away
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -165,6 +168,33 @@ def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = 
         check_model_folder("--reranker_model", arguments.reranker_model)
 
 
+def models_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the models that a backend loads, by what names them: folders, or names on the hub.
+
+    Args:
+        arguments: The flags of `add_backend_arguments`.
+
+    Raises:
+        ValueError: For flags that can't work.
+    """
+    models: dict[str, str] = {}
+    for plan in plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model):
+        if plan.kind in ONLINE or plan.kind in SPARSE:
+            continue
+        model = plan.model
+        manifest = None if plan.index_path is None else read_manifest(plan.index_path)
+        if model is None and manifest is not None:
+            model = manifest.parameters.get("encoder", {}).get("model")
+        if model is not None:
+            for_queries, for_passages = network_names(model)
+            models["--retriever_model"] = for_queries
+            if for_passages != for_queries:
+                models["--retriever_model for passages"] = for_passages
+    if arguments.reranker_model:
+        models["--reranker_model"] = arguments.reranker_model
+    return models
+
+
 def open_retriever(arguments: argparse.Namespace, report: Report = print) -> SearchBackend:
     """Load the corpus and the backends, which takes from a second to many minutes.
 
@@ -173,11 +203,14 @@ def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Sea
         report: Gets lines of progress.
 
     Raises:
-        ValueError: For a broken corpus, an index that does not belong to it, and a model that can't be read.
+        ValueError: For a broken corpus, an index that does not belong to it, and a model that can't be read,
+            or that is neither on this machine nor to be had from the hub.
     """
     from search_r1.search.corpus import Corpus
 
     plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
+    if models := models_of(arguments):
+        use_cache_if_hub_is_away(models)
     progress = progress_lines(report)
     corpus = None
     if arguments.corpus_path and any(plan.kind not in ONLINE for plan in plans):

@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 2 for a mistake in the flags, else 0.
     """
     from search_r1.search.backend_plan import check_at_least, check_model_folder, check_packages
+    from verl.utils.hub import use_cache_if_hub_is_away
 
     parser = argparse.ArgumentParser(description="Rerank server")
     parser.add_argument("--max_length", type=int, default=512, help="tokens of a pair (default: 512)")
@@ -95,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         check_packages("rerank")
         model = arguments.rerank_model_name_or_path
         check_model_folder("--rerank_model_name_or_path", model)
+        use_cache_if_hub_is_away({"--rerank_model_name_or_path": model})
         from search_r1.search.rerank import CrossEncoder
 
         encoder = CrossEncoder(model, arguments.batch_size, arguments.max_length)

@@ -63,7 +63,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
         and str(relative_results_path(snapshot, "org/small")) == "org--small"
     )
     asked.model = "org/unknown"
-    with pytest.raises(ValueError, match="org/unknown can't be had from the hub"):
+    with pytest.raises(ValueError, match="--model=org/unknown is not in the hub's cache, and .*HUB_OFFLINE"):
         list(folders_of(asked))
 
 

@@ -69,9 +69,8 @@ def hub_that_is_away(monkeypatch):
         free.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    cached = {"Some/cached": BASE_MODEL, str(BASE_MODEL): BASE_MODEL}
-    monkeypatch.setattr("verl.preflight.run_checks.local_folder", lambda path: cached.get(str(path)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # what a test sets is taken back
+    monkeypatch.setattr("verl.utils.hub.local_folder", {"Some/cached": BASE_MODEL}.get)
     return os.environ
 
 
@@ -85,7 +84,7 @@ def test_a_hub_that_does_not_answer_is_left_alone_where_the_models_are_cached(hu
 def test_a_hub_that_does_not_answer_for_a_model_that_is_nowhere_is_an_error(hub_that_is_away):
     (finding,) = find("hub-reachable", target_of("actor_rollout_ref.model.path=Some/other", at_start=True))
     assert finding.level == "error" and "hf download Some/other" in finding.line
-    assert "HF_HUB_OFFLINE" not in hub_that_is_away
+    assert hub_that_is_away["HF_HUB_OFFLINE"] == "" and not constants.HF_HUB_OFFLINE
 
 
 def test_workers_in_an_environment_of_uv_are_warned_of(monkeypatch):

@@ -167,7 +167,8 @@ def test_a_reranker_stands_on_top_of_a_hybrid(folder, monkeypatch, tmp_path):
     retriever = open_retriever(
         parse(
             *["--corpus_path", folder / "corpus.jsonl", "--retriever_name", "bm25+e5"],
-            *["--index_path", f",{folder / 'ours_exact'}", "--reranker_model", model],
+            *["--index_path", f",{folder / 'ours_exact'}", "--retriever_model", model],
+            *["--reranker_model", model],
         )
     )
     assert retriever.name == "bm25+e5+rerank"

@@ -34,6 +34,7 @@ from verl.evaluation.results import check_results
 from verl.monitor.runs import state_of
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
+from verl.utils.hub import use_cache_if_hub_is_away
 from verl.utils.model_folders import (
     ASKED_WITH,
     check_model_is_whole,
@@ -313,6 +314,7 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
         engine.load_weights(read_weights(folder), 0)
     else:
         messages = None if options.tokenizer else MessageTokenizer()
+        use_cache_if_hub_is_away({"--tokenizer": options.tokenizer or ""})
         tokenizer = messages or hf_tokenizer(options.tokenizer, correct_pad_token=False)
         engine = ApiEngine(
             options.base_url,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,13 +15,14 @@ from verl.planning.memory_plan import Plan, report, verdict
 from verl.planning.placement import needs_ray
 from verl.preflight.cluster import RAY_CHECKS, check_machine, check_nodes, look_at_ray
 from verl.preflight.machine_checks import MACHINE_CHECKS
-from verl.preflight.run_checks import RUN_CHECKS
+from verl.preflight.run_checks import HUB_CHECKS, RUN_CHECKS
 from verl.preflight.target import Finding, Target, merge
+from verl.utils.hub import use_cache_if_hub_is_away
 from verl.utils.text import printable
 
 DRIVER_CHECKS = {**RUN_CHECKS, **RAY_CHECKS}
 # All checks by name. The first line of a check's docstring says what it finds.
-CHECKS = {**MACHINE_CHECKS, **DRIVER_CHECKS}
+CHECKS = {**HUB_CHECKS, **MACHINE_CHECKS, **DRIVER_CHECKS}
 
 
 class Preflight(NamedTuple):
@@ -63,17 +64,27 @@ def run_preflight(target: Target, only: Sequence[str] = (), skip: Sequence[str] 
     names = choose(only, skip)
     if target.config is None or needs_ray(target.config):
         target = replace(target, cluster=look_at_ray())
-    findings: list[Finding] = []
+    findings = _find(HUB_CHECKS, target, names)
     if target.is_thorough and target.cluster is not None and target.cluster.nodes:
-        target, findings = check_nodes(target, names)
+        target, findings_of_nodes = check_nodes(target, names)
+        findings += findings_of_nodes
     if not target.versions:  # no machine of a cluster was asked
-        findings = check_machine(target, names)
-    for name, find in DRIVER_CHECKS.items():
-        if name in names:
-            findings += [replace(finding, check=name) for finding in find(target)]
-    findings = merge(findings)
+        findings += check_machine(target, names)
+    findings = merge(findings + _find(DRIVER_CHECKS, target, names))
     num_errors = sum(finding.level == "error" for finding in findings)
     return Preflight(findings, num_errors, names, max(1, len(target.versions)))
+
+
+def _find(
+    checks: Mapping[str, Callable[[Target], Iterator[Finding]]], target: Target, names: Sequence[str]
+) -> list[Finding]:
+    """Make those of the checks whose names are given."""
+    return [
+        replace(finding, check=name)
+        for name, find in checks.items()
+        if name in names
+        for finding in find(target)
+    ]
 
 
 def passes_quick_checks(config: Config | SFTConfig, probe: Any = None) -> bool:
@@ -110,6 +121,7 @@ def dry_run(config: Config) -> int:
     Raises:
         ValueError: If a model's config.json can't be read, or if nothing says what hardware is meant.
     """
+    use_cache_if_hub_is_away(Target(config).models)
     plan = Plan(config, Hardware.of(config))
     print("\n".join(report(plan)), end="\n\n")
     for line in verdict(plan):

@@ -13,9 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
-from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
@@ -37,9 +35,9 @@ from verl.preflight.target import (
     Target,
     error,
     existing_parent,
-    local_folder,
     warning,
 )
+from verl.utils.hub import is_offline, leave_hub_alone, local_folder, look_at_hub
 from verl.utils.text import format_bytes
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
@@ -223,50 +221,31 @@ def _problem_of_file(path: Path) -> str | None:
 
 def find_uncached_models(target: Target) -> Iterator[Finding]:
     """Find a model that is not in the cache while the hub is switched off."""
-    for key, path in target.models.items():
-        if constants.HF_HUB_OFFLINE and local_folder(path) is None:
-            yield error(
-                f"HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, and {key}={path} is not in the cache",
-                "it can't be loaded, and nothing may be fetched",
-                f"on a machine with network: hf download {path} (same HF_HOME), or unset the variable",
-            )
+    if not is_offline() or (trouble := look_at_hub(target.models)) is None:
+        return
+    for key, path in trouble.missing.items():
+        what = f"{trouble.problem}, and {key}={path} is not in the cache"
+        do = f"on a machine with network: hf download {path} (same HF_HOME), or unset the variable"
+        yield error(what, "it can't be loaded, and nothing may be fetched", do)
 
 
 def find_unreachable_hub(target: Target) -> Iterator[Finding]:
-    """Find models with hub names while the hub does not answer.
+    """Find models with hub names that the hub does not give within two seconds.
 
-    A run whose models are all in the cache then no longer asks the hub.
+    If all models are in the cache, neither the checks nor the run ask the hub again.
     """
-    named = {key: path for key, path in target.models.items() if not Path(path).expanduser().exists()}
-    named = {key: path for key, path in named.items() if not str(path).startswith(("/", ".", "~"))}
-    if not named or constants.HF_HUB_OFFLINE or (problem := _hub_problem()) is None:
+    if is_offline() or (trouble := look_at_hub(target.models)) is None:
         return
-    missing = {key: path for key, path in named.items() if local_folder(path) is None}
-    what = f"{constants.ENDPOINT} does not answer ({problem})"
-    if missing:
-        names = ", ".join(f"{key}={path}" for key, path in missing.items())
-        fetch = " && ".join(f"hf download {path}" for path in dict.fromkeys(missing.values()))
-        do = f"on a machine with network: {fetch} (same HF_HOME)"
-        yield error(f"{what}, and {names} is not in the cache", _END, do)
+    if trouble.missing:
+        names = ", ".join(f"{key}={path}" for key, path in trouble.missing.items())
+        yield error(f"{trouble.problem}, and {names} is not in the cache", _END, trouble.remedy)
         return
-    # The variable holds here and in all processes of the run, to which it is carried.
-    if target.at_start:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True
+    leave_hub_alone()
     yield warning(
-        f"{what}; the models are in the cache",
+        f"{trouble.problem}; the models are in the cache",
         "each of their files would be asked for and waited for: a run goes on as with HF_HUB_OFFLINE=1",
         "export HF_HUB_OFFLINE=1",
     )
-
-
-def _hub_problem(timeout: float = 2.0) -> str | None:
-    """Return why the hub can't be reached, in words, or None if it answers."""
-    try:
-        status = httpx.head(constants.ENDPOINT, timeout=timeout).status_code
-    except Exception as problem:  # also for an address or a proxy that httpx does not know
-        return type(problem).__name__
-    return f"status {status} of a proxy" if status == 407 else None
 
 
 def find_uv_hook(target: Target) -> Iterator[Finding]:
@@ -466,14 +445,17 @@ def find_unfit_index(target: Target) -> Iterator[Finding]:
         )
 
 
+# They are made before all others, which may load the models: the hub is then asked no more if it is away.
+HUB_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
+    "hub-offline": find_uncached_models,
+    "hub-reachable": find_unreachable_hub,
+}
 RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "settings": find_mistakes,
     "no-effect": find_settings_without_effect,
     "batches": find_uneven_batches,
     "lengths": find_lengths_that_do_not_fit,
     "model": find_broken_models,
-    "hub-offline": find_uncached_models,
-    "hub-reachable": find_unreachable_hub,
     "uv-hook": find_uv_hook,
     "data": find_broken_data,
     "words": find_unknown_words,

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from verl.config import Config, SFTConfig, get_value
 from verl.data.row_environments import searches
 from verl.planning.passes import Passes
 from verl.planning.placement import gpus_of_sampling, needs_ray, num_processes
+from verl.utils.hub import local_folder
 
 TRIAL_BYTES = 64 * 1024  # enough to run into a quota that is used up, and too little to cause trouble itself
 
@@ -216,19 +215,6 @@ class Target:
     def has_models(self) -> bool:
         """Return whether all models are on this machine, in a folder or in the hub's cache."""
         return None not in map(local_folder, self.models.values())
-
-
-def local_folder(model: str) -> Path | None:
-    """Return the folder of a model's files, which may be in the hub's cache.
-
-    Returns None if the model would have to be fetched.
-    """
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
 
 
 # ------------------------------------------------------------------------------------------ this machine

@@ -28,11 +28,13 @@ from transformers.utils import cached_file
 from search_r1.search.dense.encoder_settings import (
     POOLINGS,
     decide_settings,
+    network_names,
     read_model_files,
     settings_of_index,
 )
 from search_r1.search.dense.packed_bert import PACKED_ATTENTION, PACKED_TYPES, first_position, run_packed
 from search_r1.search.replies import without_surrogates
+from verl.utils.hub import use_cache_if_hub_is_away
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per server, and no warning after a fork
 # No table of unused weights is printed. Missing weights are an error of our own.
@@ -97,9 +99,7 @@ class Encoder:
                 model_hints = read_model_files(partial(_find_file, model))
                 lengths = (max_query_length, max_passage_length)
                 settings, self.notes = decide_settings(name, model, model_hints, pooling, *lengths)
-            # DPR has two networks, whose names differ in this word.
-            for_queries = model.replace("ctx_encoder", "question_encoder")
-            for_passages = model.replace("question_encoder", "ctx_encoder")
+            for_queries, for_passages = network_names(model)
             torch_dtype = None if dtype is None else DTYPES[dtype]
             self._query_network, fingerprint = _load_network(for_queries, torch_dtype, self.device)
             self._passage_network = self._query_network
@@ -267,4 +267,5 @@ def _load_network(
 
 def text_encoder(model: str) -> Callable[[list[str]], np.ndarray]:
     """Return a function from texts to their vectors, by the encoder of a folder or hub id."""
+    use_cache_if_hub_is_away({"--encoder": model})
     return Encoder(Path(model).name, model).encode_passages

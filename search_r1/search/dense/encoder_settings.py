@@ -187,6 +187,16 @@ def decide_settings(
     return settings, notes
 
 
+def network_names(model: str) -> tuple[str, str]:
+    """Return the names of the networks for queries and for passages.
+
+    They differ for DPR alone, which has two networks, in this word.
+    """
+    for_queries = model.replace("ctx_encoder", "question_encoder")
+    for_passages = model.replace("question_encoder", "ctx_encoder")
+    return for_queries, for_passages
+
+
 def settings_of_index(
     values: dict[str, Any], model: str | None, pooling: str | None, max_query_length: int | None
 ) -> EncoderSettings:
