@@ -15,7 +15,7 @@ from outside_servers import KINDS, SilentServer, hub_of_files, put_into_cache, s
 from data_prep.hub import fetch_file, fetch_model
 from verl.config.loading import load_config
 from verl.preflight.preflight import dry_run
-from verl.utils import hub
+from verl.utils import hub, outside
 from verl.utils.hub import use_cache_if_hub_is_away
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def asked(cache, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # what a test sets is taken back
 
     def ask(url: str, seconds: float = 0.2) -> None:
-        monkeypatch.setattr(hub, "ANSWER_SECONDS", seconds)
+        monkeypatch.setattr(outside, "ANSWER_SECONDS", seconds)
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -1,10 +1,18 @@
 """Backends that metrics go to."""
 
 import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+from outside_servers import KINDS, Forbidding, server_that_is_away, serving
 
-from verl.utils.tracking import Backend, Tracking, has_wandb_key
+from verl.config.loading import load_config
+from verl.preflight.run_checks import find_unreachable_wandb
+from verl.preflight.target import Target
+from verl.utils.tracking import Backend, Tracking, wandb_key, wandb_problem
 
 
 def track(tmp_path, *loggers: str, first_step: int = 0) -> Tracking:
@@ -62,22 +70,35 @@ def test_a_wandb_key_is_found_where_wandb_looks(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
-    assert not has_wandb_key()
+    assert wandb_key() is None
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
     (tmp_path / "netrc").chmod(0o600)
-    assert has_wandb_key()
+    assert wandb_key() == "0123"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not has_wandb_key()
-    monkeypatch.setenv("WANDB_API_KEY", "0123")
-    assert has_wandb_key()
+    assert wandb_key() is None
+    monkeypatch.setenv("WANDB_API_KEY", "4567")
+    assert wandb_key() == "4567"
+
+
+@pytest.fixture
+def wandb_at(tmp_path, monkeypatch):
+    """wandb_at(url, key): this process reports to a server at the address."""
+
+    def report_to(url: str | None, key: str | None) -> None:
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        for name, value in {"WANDB_MODE": None, "WANDB_BASE_URL": url, "WANDB_API_KEY": key}.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+
+    return report_to
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["offline", None])
-def test_wandb_without_a_key_keeps_the_run_on_disk(tmp_path, monkeypatch, capsys, mode):
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+def test_wandb_without_a_key_keeps_the_run_on_disk(tmp_path, monkeypatch, capsys, mode, wandb_at):
+    wandb_at(None, None)
     if mode:
         monkeypatch.setenv("WANDB_MODE", mode)
     tracking = track(tmp_path, "wandb")
@@ -85,6 +106,56 @@ def test_wandb_without_a_key_keeps_the_run_on_disk(tmp_path, monkeypatch, capsys
     tracking.finish()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert ("no API key" in capsys.readouterr().out) == (mode is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wandb_that_is_away_is_foreseen_and_the_run_goes_on_offline(kind, tmp_path, capsys, wandb_at):
+    with server_that_is_away(kind) as url:
+        wandb_at(url, "local-" + "0" * 40)
+        begun = time.monotonic()
+        (finding,) = find_unreachable_wandb(Target(load_config(["trainer.logger=[wandb]"])))
+        problem = wandb_problem()  # the server is asked once
+        assert time.monotonic() - begun < 5
+        tracking = track(tmp_path, "wandb")
+        tracking.log({"train/em": 0.5}, 1)
+        tracking.finish()
+    assert finding.level == "warning" and f"has wandb, and {url} " in finding.what
+    (line,) = capsys.readouterr().out.splitlines()
+    folder = line.removeprefix(f"wandb: {problem}: the run is kept on disk; to upload it later: wandb sync ")
+    assert list(Path(folder).glob("*.wandb"))
+
+
+@pytest.mark.slow
+def test_a_wandb_that_falls_silent_keeps_a_run_no_longer_than_it_is_told_to(
+    tmp_path, monkeypatch, capsys, wandb_at
+):
+    """At the start of the run it answers the first request alone; the run is then kept offline."""
+
+    class Once(Forbidding):
+        def do_POST(self) -> None:
+            if b"Viewer" in self.rfile.read(int(self.headers["Content-Length"])) and not asked:
+                asked.append(self.path)
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+            else:
+                over.wait(60)
+
+    asked: list[str] = []
+    over = threading.Event()
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "0.5")
+    import_module("wandb").teardown()  # it keeps the variables of its first run
+    with serving(Once) as url:
+        wandb_at(url, "local-" + "0" * 40)
+        tracking = track(tmp_path, "wandb")
+        tracking.log({"train/em": 0.5}, 1)
+        tracking.finish()
+        over.set()
+    assert asked == ["/graphql"]
+    assert "Timed out initializing run" in capsys.readouterr().out
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_tensorboard_dir_says_where_the_event_files_are(tmp_path, monkeypatch):

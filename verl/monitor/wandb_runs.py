@@ -15,6 +15,7 @@ from typing import Any
 from verl.monitor.runs import Run
 from verl.records.tags import ROLLOUTS_TABLE
 from verl.utils.file_sums import stays_inside
+from verl.utils.tracking import wandb_problem
 
 LOOK_SECONDS = 30.0  # time for which a run is reused, because reading it asks wandb for all its metrics
 
@@ -97,6 +98,9 @@ def run_openers(
         ValueError: If wandb does not give the project or a run.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
+    problem = wandb_problem()
+    if problem is not None:
+        raise ValueError(f"wandb does not give project {project}: {problem}")
     with readable_errors(f"project {project}"):
         api = import_module("wandb").Api()
         project_path = f"{entity or api.default_entity}/{project}"

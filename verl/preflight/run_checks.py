@@ -39,7 +39,7 @@ from verl.preflight.target import (
 )
 from verl.utils.hub import is_offline, leave_hub_alone, local_folder, look_at_hub
 from verl.utils.text import format_bytes
-from verl.utils.tracking import has_wandb_key
+from verl.utils.tracking import wandb_key, wandb_problem
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import mini_batches
 
@@ -319,13 +319,29 @@ def _first_questions(config: Config) -> Iterator[str]:
 
 def find_missing_key(target: Target) -> Iterator[Finding]:
     """Find wandb among the loggers without an API key."""
-    loggers = [] if target.config is None else target.config.trainer.logger
-    if "wandb" in loggers and not os.environ.get("WANDB_MODE") and not has_wandb_key():
+    if _reports_to_wandb(target) and not os.environ.get("WANDB_MODE") and wandb_key() is None:
         yield warning(
             "trainer.logger has wandb, and there is no WANDB_API_KEY and no `wandb login`",
             "the run is kept on disk only, and nobody sees its curves while it goes",
             "export WANDB_API_KEY=..., or WANDB_MODE=offline to mean it",
         )
+
+
+def find_unreachable_wandb(target: Target) -> Iterator[Finding]:
+    """Find wandb among the loggers that does not answer within two seconds, or refuses the key."""
+    is_online = os.environ.get("WANDB_MODE") in (None, "online")
+    if not _reports_to_wandb(target) or not is_online or wandb_key() is None:
+        return
+    if (problem := wandb_problem()) is not None:
+        yield warning(
+            f"trainer.logger has wandb, and {problem}",
+            "the run goes on, is kept on disk, and says what uploads it (`wandb sync ...`)",
+            "WANDB_MODE=offline to mean it; WANDB_BASE_URL, WANDB_API_KEY and the proxies say what is asked",
+        )
+
+
+def _reports_to_wandb(target: Target) -> bool:
+    return target.config is not None and "wandb" in target.config.trainer.logger
 
 
 def find_little_memory(target: Target) -> Iterator[Finding]:
@@ -460,6 +476,7 @@ RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "data": find_broken_data,
     "words": find_unknown_words,
     "wandb-key": find_missing_key,
+    "wandb-reachable": find_unreachable_wandb,
     "memory": find_little_memory,
     "checkpoints": find_no_room_for_checkpoints,
     "index": find_unfit_index,

@@ -1,7 +1,7 @@
 """The hub of models and data sets, which all programs ask in one way.
 
     model --(a folder here)-------------------------------> the hub is not asked
-    name  --(the hub answers within ANSWER_SECONDS)-------> it is loaded, and fetched if need be
+    name  --(the hub answers within seconds)--------------> it is loaded, and fetched if need be
           --(silence, a refusal; all names are cached)----> HF_HUB_OFFLINE=1 for this process, with one line
           --(silence, a refusal; one name is nowhere)-----> ValueError that says what to fetch, and how
 
@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from verl.utils import outside
 from verl.utils.text import printable
 
-ANSWER_SECONDS = 2.0
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -66,7 +65,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def look_at_hub(models: Mapping[str, str]) -> HubTrouble | None:
-    """Ask the hub for models, for ANSWER_SECONDS in all, and return the trouble, or None.
+    """Ask the hub for models, and return the trouble, or None. The first trouble ends the asking.
 
     Args:
         models: The models by the settings that name them. Folders among them are left out.
@@ -119,8 +118,7 @@ def hub_problem(
 ) -> str | None:
     """Return why the hub does not give a file, in words, or None if it does.
 
-    The hub is asked as a load would ask it: with its proxies, certificates and token. A thread waits for the
-    answer, as nothing limits the time in which a machine looks up a host's name.
+    The hub is asked as a load would ask it: with its proxies, certificates and token.
 
     Args:
         name: The repository.
@@ -134,24 +132,15 @@ def hub_problem(
     if is_offline():
         return "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set"
     endpoint = constants.ENDPOINT
-    answers: list[int | Exception] = []
+    url = hf_hub_url(name, file, repo_type=repo_type)
 
-    def ask() -> None:
-        try:
-            url = hf_hub_url(name, file, repo_type=repo_type)
-            reply = get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_SECONDS)
-            answers.append(reply.status_code)
-        except Exception as error:  # the HTTP library's, and those of a bad address, proxy or certificate
-            answers.append(error)
+    def ask() -> int:
+        reply = get_session().head(url, headers=build_hf_headers(), timeout=outside.ANSWER_SECONDS)
+        return int(reply.status_code)
 
-    thread = threading.Thread(target=ask, name="hub", daemon=True)
-    thread.start()
-    thread.join(ANSWER_SECONDS)
-    if not answers:
-        return f"{endpoint} does not answer within {ANSWER_SECONDS:.0f} s"
-    answer = answers[0]
-    if isinstance(answer, Exception):
-        return f"{endpoint} does not answer ({type(answer).__name__})"
-    if answer < 400 or (answer == 404 and may_lack):
+    status = outside.status_of(endpoint, ask)
+    if isinstance(status, str):
+        return status
+    if status < 400 or (status == 404 and may_lack):
         return None
-    return f"{endpoint} answers {answer} for {name}"
+    return f"{endpoint} answers {status} for {name}"

@@ -8,16 +8,24 @@ A run's console is a display of its own (`verl/records/console.py`), and `metric
 
 from __future__ import annotations
 
+import functools
 import importlib
 import netrc
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
+import httpx
+
+from verl.utils import outside
 from verl.utils.extras import missing_package
 from verl.utils.text import printable
+
+INIT_SECONDS = 30.0  # of wandb's own 90, for a server that answered a moment ago
+FINISH_SECONDS = 300.0  # wandb's own is forever
 
 
 class Backend(NamedTuple):
@@ -113,32 +121,61 @@ def _console(metrics: Mapping[str, float], step: int) -> None:
 
 
 def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any]) -> Backend:
-    """Open Weights & Biases. Without an API key (and without WANDB_MODE) the run is kept offline on disk."""
+    """Open Weights & Biases. If it takes no runs now (`wandb_problem`), the run is kept offline on disk.
+
+    A line then says what uploads it. Once begun, a run logs from a process of wandb's own, which goes on
+    trying. At its end a run waits for WANDB_FINISH_TIMEOUT seconds, and then leaves the rest on disk, too.
+    """
     wandb = _import("wandb")
-    mode = os.environ.get("WANDB_MODE")
-    if mode is None and not has_wandb_key():
-        mode = "offline"
-        print(f"wandb: no API key, so the run is kept in {run_dir / 'wandb'}; `wandb sync` sends it later.")
     run_dir.mkdir(parents=True, exist_ok=True)
-    run = wandb.init(
-        project=project_name,
-        name=experiment_name,
-        group=experiment_name,  # a resumed run is a second one in the same group
-        dir=str(run_dir),
-        config=dict(config),
-        mode=mode,
-        settings=wandb.Settings(console="off", silent=True),
-    )
+
+    def begin(mode: str | None) -> Any:
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS)),
+            finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+            finish_timeout_raises=True,
+        )
+        return wandb.init(
+            project=project_name,
+            name=experiment_name,
+            group=experiment_name,  # a resumed run is a second one in the same group
+            dir=str(run_dir),
+            config=dict(config),
+            mode=mode,
+            settings=settings,
+        )
+
+    mode = os.environ.get("WANDB_MODE")
+    problem = wandb_problem() if mode in (None, "online") else None
+    run = None
+    if problem is None:
+        try:
+            run = begin(mode)
+        except wandb.errors.Error as error:
+            problem = " ".join(str(error).split())[:200]
+    if run is None:
+        run = begin("offline")
+        line = f"wandb: {problem}: the run is kept on disk; to upload it later: {_sync_command(run)}"
+        print(printable(line), flush=True)
 
     def log_table(name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         cells = [list(row.values()) for row in rows]
         run.log({name: wandb.Table(list(rows[0]), cells, allow_mixed_types=True)}, step=step)
 
-    return Backend(
-        lambda metrics, step: run.log(dict(metrics), step=step),
-        lambda exit_code: run.finish(exit_code=exit_code),
-        log_table,
-    )
+    def finish(exit_code: int) -> None:
+        try:
+            run.finish(exit_code=exit_code)
+        except TimeoutError:
+            line = f"wandb: it takes too long to upload the rest; to upload it later: {_sync_command(run)}"
+            print(printable(line), flush=True)
+
+    return Backend(lambda metrics, step: run.log(dict(metrics), step=step), finish, log_table)
+
+
+def _sync_command(run: Any) -> str:
+    return f"wandb sync {shlex.quote(str(run.settings.sync_dir))}"
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Backend:
@@ -169,16 +206,44 @@ def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) 
     return Backend(log, lambda _: mlflow.end_run())
 
 
-def has_wandb_key() -> bool:
-    """Return whether wandb would find an API key: in WANDB_API_KEY, or in the netrc file of `wandb login`."""
+def wandb_key() -> str | None:
+    """Return the API key that wandb would use: WANDB_API_KEY, or that of `wandb login` in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+        return os.environ["WANDB_API_KEY"]
+    host = urlparse(_wandb_address()).hostname or ""
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     try:
-        return netrc.netrc(str(path)).authenticators(host) is not None
+        entry = netrc.netrc(str(path)).authenticators(host)
     except (OSError, netrc.NetrcParseError):
-        return False
+        return None
+    return None if entry is None else entry[2]
+
+
+def wandb_problem() -> str | None:
+    """Return why wandb takes no runs now, or None if it does. A process asks each address once."""
+    key = wandb_key()
+    return "no API key" if key is None else _problem_at(_wandb_address(), key)
+
+
+@functools.cache
+def _problem_at(address: str, key: str) -> str | None:
+    """Return why wandb's server does not answer a request like its client's first, or None if it does."""
+
+    def ask() -> int:
+        query = {"query": "query Viewer { viewer { id } }"}
+        url = f"{address.rstrip('/')}/graphql"
+        return httpx.post(url, json=query, auth=("api", key), timeout=outside.ANSWER_SECONDS).status_code
+
+    status = outside.status_of(address, ask)
+    if isinstance(status, str):
+        return status
+    if status == 401:
+        return f"{address} does not know the API key"
+    return f"{address} answers {status}" if status >= 400 else None
+
+
+def _wandb_address() -> str:
+    return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
 
 
 def _import(name: str) -> Any:
