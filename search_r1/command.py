@@ -21,6 +21,7 @@ COMMANDS = {
     "rl": ("verl.rl", "a run as actors on Ray, with settings of a file: rl @ run.yaml"),
     "sft": ("train_sft.sh", "supervised training, before reinforcement learning"),
     "doctor": ("train_grpo.sh --doctor", "what would spoil a run, before it starts"),
+    "prepare": ("scripts/prepare_job.sh", "what a job needs: fetched and checked before it is submitted"),
     "serve": ("search_r1.search.server", "a retrieval server"),
     "index": ("search_r1.search.index_builder", "an index for the server"),
     "microworld": ("data_prep.microworld", "the microworld's rows and corpus"),

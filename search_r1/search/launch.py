@@ -287,8 +287,8 @@ def _open_backend(
     return DenseRetriever(corpus, path, encoder, num_threads, report, faiss_gpu=gpu, faiss_nprobe=nprobe)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Check the server's flags for retrieval_launch.sh, before anything is installed.
+def main(argv: list[str] | None = None, is_installed: bool = False) -> int:
+    """Check the server's flags: for retrieval_launch.sh, before anything is installed, and for the preflight.
 
     Prints the extras of setup.py that the flags need, then "microworld" if the flags name nothing that could
     be served.
@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not named:
             arguments.corpus_path = __file__  # any file that exists stands for the corpus to come
-        check_server_arguments(arguments, is_installed=False)
+        check_server_arguments(arguments, is_installed)
         plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)

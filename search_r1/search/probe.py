@@ -5,8 +5,10 @@ Servers are asked with the trainer's own client, so that proxies, keys and addre
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import socket
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,9 +18,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from search_r1.search.backend_plan import DESCRIPTIONS, index_kind
+from search_r1.search.backend_plan import DESCRIPTIONS, index_kind, plan_backends
 from search_r1.search.client import SearchClient, SearchError, parse_urls
 from search_r1.search.corpus import file_identity
+from search_r1.search.launch import build_server_parser, models_of
 from search_r1.search.manifest import check_files, read_manifest
 
 HEALTH_SECONDS = 2.0
@@ -81,6 +84,43 @@ class RetrievalProbe:
             return list(pool.map(look, addresses))
 
     corpus = staticmethod(file_identity)
+
+    def problem_of_flags(self, flags: Sequence[str], python: str) -> str | None:
+        """Return why a server with these flags would not start, as its own environment says, or None.
+
+        Args:
+            flags: The flags of retrieval_launch.sh.
+            python: The Python of the server's environment, in which packages may be missing.
+        """
+        check = "from search_r1.search.launch import main; raise SystemExit(main(is_installed=True))"
+        try:
+            result = subprocess.run([python, "-c", check, *flags], capture_output=True, text=True)
+        except OSError as error:
+            make = f"source scripts/setup.sh && setup_environment retrieval,dense {Path(python).parents[1]}"
+            return f"RETRIEVAL_ENV has no Python that runs ({error.strerror}); make it: {make}"
+        if result.returncode != 0:
+            return result.stderr.strip().splitlines()[-1].removeprefix("error: ")
+        arguments = build_server_parser().parse_args(flags)
+        for plan in plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model):
+            try:
+                if plan.index_path is not None:
+                    self.index(str(plan.index_path))
+            except (OSError, ValueError) as error:
+                return f"--index_path {plan.index_path}: {error}"
+        return None
+
+    def models_of_flags(self, flags: Sequence[str]) -> dict[str, str]:
+        """Return the models that a server with these flags loads, by what names them.
+
+        Raises ValueError for flags that can't work.
+        """
+        parser = build_server_parser()
+        parser.exit_on_error = False
+        try:
+            arguments, _ = parser.parse_known_args(flags)
+        except argparse.ArgumentError as error:
+            raise ValueError(str(error)) from None
+        return models_of(arguments)
 
     def index(self, path: str) -> tuple[int, bool]:
         """Return the size of an index for a server, and whether it is searched on GPUs.

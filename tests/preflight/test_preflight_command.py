@@ -4,13 +4,14 @@ import json
 import tempfile
 
 import pytest
+from huggingface_hub import constants
 from preflight_cases import BASE_MODEL, ROOT
 
 from data_prep.microworld import write_world
 from search_r1.search.probe import RetrievalProbe
 from verl.preflight import machine_checks
 from verl.preflight.__main__ import main
-from verl.preflight.preflight import choose, passes_quick_checks
+from verl.preflight.preflight import LOGIN_CHECKS, choose, passes_quick_checks
 from verl.trainer.config import load_config
 from verl.trainer.main_ppo import run as train
 
@@ -116,3 +117,59 @@ def test_the_start_leaves_out_what_doctor_skip_names(overrides, capsys):
     assert start("retriever") and capsys.readouterr().err == ""
     with pytest.raises(ValueError, match="no check named 'retrever'"):
         start("retrever")
+
+
+@pytest.fixture
+def job_elsewhere(overrides, monkeypatch):
+    """A job of GPUs and servers that this machine has not, with a Ray cluster that is over."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sizes = [
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=8",
+    ]
+    return [*overrides, *DOWN, *sizes, "trainer.device=cuda"]
+
+
+def test_a_login_node_finds_no_fault_with_what_the_job_alone_has(job_elsewhere, monkeypatch, capsys):
+    folder = next(word for word in job_elsewhere if word.startswith("data.train_files="))
+    corpus = folder.removeprefix("data.train_files=").replace("train.parquet", "corpus.jsonl")
+    monkeypatch.setenv("RETRIEVAL_ARGS", f"--corpus_path {corpus} --topk 3")
+    assert main(["--login", *job_elsewhere]) == 0
+    assert capsys.readouterr().out == f"{len(LOGIN_CHECKS)} checks of this job: 0 errors, 0 warnings\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--corpus_path /nowhere.jsonl",
+            "[retrieval-flags] RETRIEVAL_ARGS='--corpus_path /nowhere.jsonl': --c",
+        ),
+        (f"--corpus_path {__file__} --index_pth x", "unrecognized arguments: --index_pth x"),
+        (
+            f"--corpus_path {__file__} --retriever_name e5 --index_path /none",
+            "--index_path: /none does not exist",
+        ),
+        (
+            f"--corpus_path {__file__} --reranker_model org/ranker",
+            "--reranker_model=org/ranker is not in the ca",
+        ),
+    ],
+)
+def test_a_login_node_looks_at_the_flags_of_the_jobs_servers(
+    flags, words, job_elsewhere, monkeypatch, capsys
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("RETRIEVAL_ARGS", flags)
+    assert main(["--login", "--only", "retrieval-flags,hub-offline", *job_elsewhere]) == 2
+    first, last = capsys.readouterr().out.splitlines()
+    assert words in first and last.endswith("1 errors, 0 warnings")
+
+
+def test_a_login_node_looks_at_the_environment_of_the_jobs_servers(job_elsewhere, monkeypatch, capsys):
+    monkeypatch.setenv("RETRIEVAL_ARGS", f"--corpus_path {__file__}")
+    monkeypatch.setenv("RETRIEVAL_ENV", "/none/.venv")
+    assert main(["--login", "--only", "retrieval-flags", *job_elsewhere]) == 2
+    assert "setup_environment retrieval,dense /none/.venv" in capsys.readouterr().out

@@ -20,6 +20,12 @@ from verl.preflight.target import Finding, Target, merge
 from verl.utils.hub import use_cache_if_hub_is_away
 from verl.utils.text import printable
 
+# What can be known on a machine that only submits the run.
+LOGIN_CHECKS = (
+    *HUB_CHECKS,
+    *("writable", "home", "shared-paths", "settings", "no-effect", "batches", "lengths", "model", "uv-hook"),
+    *("data", "words", "wandb-key", "wandb-reachable", "checkpoints", "retrieval-flags"),
+)
 DRIVER_CHECKS = {**RUN_CHECKS, **RAY_CHECKS}
 # All checks by name. The first line of a check's docstring says what it finds.
 CHECKS = {**HUB_CHECKS, **MACHINE_CHECKS, **DRIVER_CHECKS}
@@ -62,7 +68,9 @@ def choose(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
 def run_preflight(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Preflight:
     """Make the checks that `choose` selects."""
     names = choose(only, skip)
-    if target.config is None or needs_ray(target.config):
+    if target.at_login:
+        names = [name for name in names if name in LOGIN_CHECKS]
+    elif target.config is None or needs_ray(target.config):
         target = replace(target, cluster=look_at_ray())
     findings = _find(HUB_CHECKS, target, names)
     if target.is_thorough and target.cluster is not None and target.cluster.nodes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -174,7 +175,7 @@ def _max_positions(block: Any) -> int | None:
 
 def find_broken_models(target: Target) -> Iterator[Finding]:
     """Find models that are not whole, or without a tokenizer."""
-    for key, path in target.models.items():
+    for key, path in target.models_of_job.items():
         folder = local_folder(path)
         if folder is None:
             continue
@@ -221,7 +222,7 @@ def _problem_of_file(path: Path) -> str | None:
 
 def find_uncached_models(target: Target) -> Iterator[Finding]:
     """Find a model that is not in the cache while the hub is switched off."""
-    if not is_offline() or (trouble := look_at_hub(target.models)) is None:
+    if not is_offline() or (trouble := look_at_hub(target.models_of_job)) is None:
         return
     for key, path in trouble.missing.items():
         what = f"{trouble.problem}, and {key}={path} is not in the cache"
@@ -234,7 +235,7 @@ def find_unreachable_hub(target: Target) -> Iterator[Finding]:
 
     If all models are in the cache, neither the checks nor the run ask the hub again.
     """
-    if is_offline() or (trouble := look_at_hub(target.models)) is None:
+    if is_offline() or (trouble := look_at_hub(target.models_of_job)) is None:
         return
     if trouble.missing:
         names = ", ".join(f"{key}={path}" for key, path in trouble.missing.items())
@@ -466,6 +467,18 @@ HUB_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "hub-offline": find_uncached_models,
     "hub-reachable": find_unreachable_hub,
 }
+
+
+def find_wrong_retrieval_flags(target: Target) -> Iterator[Finding]:
+    """Find flags of the job's retrieval servers (RETRIEVAL_ARGS, --login) that can't be served."""
+    if target.probe is None or not target.retrieval_args:
+        return
+    problem = target.probe.problem_of_flags(target.retrieval_args, target.retrieval_python)
+    if problem is not None:
+        shown = shlex.join(target.retrieval_args)
+        yield error(f"RETRIEVAL_ARGS={shown!r}: {problem}", "the job's retrieval servers would not start")
+
+
 RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "settings": find_mistakes,
     "no-effect": find_settings_without_effect,
@@ -480,4 +493,5 @@ RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "memory": find_little_memory,
     "checkpoints": find_no_room_for_checkpoints,
     "index": find_unfit_index,
+    "retrieval-flags": find_wrong_retrieval_flags,
 }

@@ -6,8 +6,10 @@ The target is a run. Without a run it is this machine and the Ray cluster at RAY
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -127,6 +129,11 @@ class Target:
         cluster: The Ray cluster. None if nothing needs Ray.
         versions: The versions of packages on each node that was asked.
         notes: Notes on keys of the command line that change nothing.
+        at_login: Whether this machine only submits the run as a job. Its GPUs, memory, limits and cards, Ray,
+            and the servers, which the job starts, are not looked at.
+        retrieval_args: The flags of the retrieval servers that the job is to start (RETRIEVAL_ARGS).
+        retrieval_python: The Python of their environment.
+        more_models: Further models of the job, by the flags that name them.
         run_folder: The folder of the run. The driver makes its path absolute, because nodes have another
             working folder.
         model_folders: The folders of the models, as absolute paths for the same reason.
@@ -140,6 +147,10 @@ class Target:
     cluster: Cluster | None = None
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    at_login: bool = False
+    retrieval_args: tuple[str, ...] = ()
+    retrieval_python: str = sys.executable
+    more_models: Mapping[str, str] = field(default_factory=dict)
     run_folder: str = field(init=False, default="")
     model_folders: tuple[str, ...] = field(init=False, default=())
 
@@ -210,6 +221,23 @@ class Target:
             if path is not None and path not in once.values():
                 once[key] = path
         return once
+
+    @cached_property
+    def models_of_job(self) -> dict[str, str]:
+        """Return `models`, those of the job's retrieval servers, and `more_models`."""
+        return {**self.models, **self.models_of_servers, **self.more_models}
+
+    @property
+    def models_of_servers(self) -> dict[str, str]:
+        """Return the encoders and the reranker of the retrieval servers that the job starts.
+
+        They are those of flags that can work. For others there is a check.
+        """
+        if self.probe is None or not self.retrieval_args:
+            return {}
+        with suppress(ValueError):
+            return self.probe.models_of_flags(self.retrieval_args)
+        return {}
 
     @property
     def has_models(self) -> bool:
