@@ -2,7 +2,7 @@
 
 - `train` is the training stack.
 - `retrieval` is all that a BM25 server needs (no torch, no Ray). `dense`, `faiss` and `pyserini` are for the
-  server's other backends; `faiss-gpu` is FAISS for GPUs.
+  server's other backends; `faiss-gpu` is FAISS for GPUs, in the place of `faiss`.
 - `vllm` is the rollout engine of that name, on CUDA. The build for CPU is another package, which
   scripts/setup.sh installs.
 - `megatron` is for `strategy=megatron`.
@@ -81,7 +81,7 @@ setup(
         "retrieval": RETRIEVAL,
         "dense": ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"],
         "faiss": FAISS,
-        "faiss-gpu": ["faiss-gpu"],
+        "faiss-gpu": ["faiss-gpu>=1.14.3"],  # Linux on x86_64, CUDA 12; older ones are for other Pythons
         "pyserini": LUCENE,
         "test": [
             *TRAIN,

@@ -14,6 +14,8 @@ status is 1 if a check failed.
     resume      updates from a checkpoint end bit for bit as those that went on (deterministic algorithms)
     offload     the same updates with weights and optimizer on the host between passes
     dense       exact search over 21 million vectors of 768 (--quick: 1 million)
+    faiss       FAISS's copies of a Flat and an IVF index on all GPUs, beside what is counted for them
+                (where FAISS is installed, on a GPU its build for GPUs)
     microworld  GRPO of the shipped tiny model on the microworld, in one process
     vllm        its decoding beside vLLM's own way; on a GPU also the microworld with vLLM beside the trainer
                 (where vLLM is installed)
@@ -288,6 +290,49 @@ def dense(setup: Setup) -> Iterator[Measurement]:
     yield setup.measurement("planted vectors found", float(np.mean(rows[:, 0] == planted.numpy())))
 
 
+def faiss(setup: Setup) -> Iterator[Measurement]:
+    on_gpus = setup.device == "cuda"
+    if find_spec("faiss") is None:
+        yield Measurement("faiss", math.nan, "FAISS is not installed", "not run")
+        return
+    from search_r1.search.dense.faiss_gpus import bytes_on_each, load_gpu_build, scratch_bytes
+    from search_r1.search.dense.faiss_header import read_faiss_header
+    from search_r1.search.dense.faiss_index import FaissIndex, build_index, read_mapped
+    from search_r1.search.memory import visible_gpus
+
+    if on_gpus:
+        try:
+            load_gpu_build()
+        except ValueError as problem:
+            yield Measurement("faiss", math.nan, str(problem), "not run")
+            return
+    count = (200_000 if setup.quick else 2_000_000) if on_gpus else 4_000
+    vectors = np.random.default_rng(0).standard_normal((count, 768), np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    planted = np.random.default_rng(1).integers(count, size=512)
+    for faiss_type in ("Flat", f"IVF{count // 400},SQ8"):
+        path = setup.work / f"{faiss_type}.index"
+        build_index(vectors, path, faiss_type, on_gpus, lambda *_: None)
+        before = visible_gpus()
+        index = FaissIndex(read_mapped(path), path, on_gpus, None, 1, lambda line: None)
+        index.search(vectors[planted[:8]], 3)
+        if on_gpus:
+            after = visible_gpus()
+            taken = max(old.free - new.free for old, new in zip(before, after, strict=True))
+            counted = bytes_on_each(read_faiss_header(path), len(after)) + scratch_bytes(after[0].total)
+            words = f"{faiss_type}: {taken / 2**30:.2f} GiB on each of {len(after)}"
+            yield setup.measurement("FAISS's copy, of what is counted", taken / counted, words)
+        start = time.perf_counter()
+        _, rows = index.search(vectors[planted], 3)
+        seconds = time.perf_counter() - start
+        words = f"queries/s over {count:,} x 768"
+        yield Measurement(f"FAISS {faiss_type}, 512 at once", 512 / seconds, words)
+        found = [row[0] == number for row, number in zip(rows, planted, strict=True)]
+        yield setup.measurement("planted vectors found", float(np.mean(found)), faiss_type)
+        index.close()
+        path.unlink()
+
+
 def microworld(setup: Setup) -> Iterator[Measurement]:
     yield from _train(setup, "microworld", "trainer.backend=local", "trainer.n_gpus_per_node=1")
 
@@ -343,7 +388,7 @@ def _train(setup: Setup, name: str, *settings: str) -> Iterator[Measurement]:
 
 
 CHECKS: list[Callable[[Setup], Iterator[Measurement]]]
-CHECKS = [machine, step, greedy, resume, offload, dense, microworld]
+CHECKS = [machine, step, greedy, resume, offload, dense, faiss, microworld]
 CHECKS += [vllm, layouts, megatron, split, servers]
 
 

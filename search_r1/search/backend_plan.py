@@ -165,21 +165,32 @@ def check_at_least(values: object, least: float, *names: str) -> None:
             raise ValueError(f"--{name}: found {value}, expected at least {least}")
 
 
-def check_packages(kind: str) -> None:
+def extras_of(kind: str, faiss_gpu: bool = False) -> str:
+    """Return the extras of setup.py that a backend needs, with commas between them.
+
+    Args:
+        kind: A key of EXTRAS, or a backend that needs none beside `retrieval`.
+        faiss_gpu: Whether FAISS is to search on GPUs, which takes another build of it.
+    """
+    extras = EXTRAS.get(kind, ("", ()))[0]
+    return extras.replace("faiss", "faiss-gpu") if faiss_gpu else extras
+
+
+def check_packages(kind: str, faiss_gpu: bool = False) -> None:
     """Raise ValueError if a package of a backend, or Java, is not installed.
 
-    The message has the command that installs it.
+    The message has the command that installs it. `faiss_gpu` means as in `extras_of`.
     """
     if kind == "lucene":
         from search_r1.search.lucene import check_java
 
         check_java()
-    extra, modules = EXTRAS[kind]
+    _, modules = EXTRAS[kind]
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise ValueError(
             f"{kind} needs the package {missing[0]}, which is not installed: "
-            f'pip install -c constraints.txt -e ".[{extra}]"'
+            f'pip install -c constraints.txt -e ".[{extras_of(kind, faiss_gpu)}]"'
         )
 
 

@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from search_r1.search.backend_plan import (
-    EXTRAS,
     ONLINE,
     SPARSE,
     BackendPlan,
     check_at_least,
     check_model_folder,
     check_packages,
+    extras_of,
     plan_backends,
 )
 from search_r1.search.dense.encoder_settings import network_names
+from search_r1.search.dense.faiss_gpus import check_gpu_copy, check_kind
 from search_r1.search.long_work import progress_lines
 from search_r1.search.manifest import check_manifest, read_manifest
 from search_r1.search.search_backend import SearchBackend
@@ -113,7 +114,7 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pooling_method", help="mean, cls, last or max; default: the model's own")
     add("--query_max_length", type=int, help="in tokens (default: 256)")
     add("--device", help="cpu, cuda, cuda:1; default: GPUs if there are any")
-    add("--faiss_gpu", action="store_true", help="search a FAISS index on all GPUs")
+    add("--faiss_gpu", action="store_true", help="search a FAISS index on all GPUs (extra faiss-gpu)")
     add("--faiss_nprobe", type=int, help="lists that an IVF index looks into")
     add = parser.add_argument_group("hybrid and rerank").add_argument
     add("--hybrid_depth", type=int, default=100, help="documents asked of each (default: 100)")
@@ -154,12 +155,17 @@ def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = 
 
             online_engine(plan.kind, arguments)
         elif is_installed:
-            check_packages(plan.kind)
+            check_packages(plan.kind, arguments.faiss_gpu)
     kinds = {plan.kind for plan in plans}
     if arguments.faiss_gpu and "faiss" not in kinds and "exact" in kinds:
         raise ValueError("--faiss_gpu: the index is not a FAISS file; an exact index uses the GPUs by itself")
     if arguments.faiss_nprobe and "faiss" not in kinds:
         raise ValueError("--faiss_nprobe is for FAISS index files")
+    if arguments.faiss_gpu:
+        for plan in plans:
+            if plan.kind == "faiss" and plan.index_path is not None:
+                check_copy = check_gpu_copy if is_installed else check_kind
+                check_copy(plan.index_path)
     if arguments.verify and not arguments.corpus_path:
         raise ValueError("--verify compares the corpus with the index: --corpus_path is missing")
     if arguments.reranker_model:
@@ -306,9 +312,9 @@ def main(argv: list[str] | None = None, is_installed: bool = False) -> int:
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2
-    extras = ["retrieval", *(EXTRAS.get(plan.kind, ("", ()))[0] for plan in plans)]
+    extras = ["retrieval", *(extras_of(plan.kind, arguments.faiss_gpu) for plan in plans)]
     if arguments.reranker_model:
-        extras.append(EXTRAS["rerank"][0])
+        extras.append(extras_of("rerank"))
     print(",".join(dict.fromkeys(filter(None, ",".join(extras).split(",")))), "" if named else "microworld")
     return 0
 

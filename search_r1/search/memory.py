@@ -1,18 +1,52 @@
-"""Free memory and disk space, and sizes for people."""
+"""Free memory of the machine and of its GPUs, free disk space, and sizes for people."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from verl.utils.text import format_bytes
 
+GPU_RESERVE_BYTES = 2 << 30  # on each GPU, for CUDA itself, the encoder, one chunk and its scores
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+
+
+class GpuMemory(NamedTuple):
+    """The bytes of a GPU that are free, and all of them."""
+
+    free: int
+    total: int
+
+
+def visible_gpus() -> list[GpuMemory]:
+    """Return the memory of the GPUs that this process sees, in their order."""
+    import torch
+
+    return [GpuMemory(*torch.cuda.mem_get_info(number)) for number in range(torch.cuda.device_count())]
+
+
+def visible_words() -> str:
+    """Return how CUDA_VISIBLE_DEVICES is set, for a message."""
+    value = os.environ.get(VISIBLE)
+    return f"{VISIBLE} is not set" if value is None else f"{VISIBLE}={value}"
+
+
+def gpus_short_of(needs: Sequence[int], gpus: Sequence[GpuMemory]) -> str:
+    """Return which GPUs have fewer free bytes than they need, for a message, or "" if none has."""
+    short = [
+        f"GPU {number} has {format_bytes(gpu.free)} of {format_bytes(gpu.total)} free"
+        for number, (gpu, need) in enumerate(zip(gpus, needs, strict=True))
+        if gpu.free < need
+    ]
+    return f"{', '.join(short)} ({visible_words()})" if short else ""
 
 
 def available_bytes() -> int:

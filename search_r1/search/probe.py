@@ -21,8 +21,12 @@ import httpx
 from search_r1.search.backend_plan import DESCRIPTIONS, index_kind, plan_backends
 from search_r1.search.client import SearchClient, SearchError, parse_urls
 from search_r1.search.corpus import file_identity
+from search_r1.search.dense.embeddings import open_embeddings
+from search_r1.search.dense.faiss_gpus import check_copy_fits, problem_of
+from search_r1.search.dense.faiss_header import read_faiss_header
 from search_r1.search.launch import build_server_parser, models_of
 from search_r1.search.manifest import check_files, read_manifest
+from search_r1.search.memory import visible_gpus
 
 HEALTH_SECONDS = 2.0
 SEARCH_SECONDS = 10.0
@@ -55,6 +59,21 @@ class ServerState:
         corpus = self.health.get("corpus")
         is_ours = isinstance(corpus, dict) and {"num_bytes", "sample_sha256"} <= corpus.keys()
         return corpus if is_ours else None
+
+
+@dataclass(frozen=True)
+class IndexState:
+    """An index as this machine's retrieval server would search it.
+
+    Attributes:
+        num_bytes: The bytes of its files.
+        on_gpus: Whether it is searched on the GPUs here, a FAISS index with --faiss_gpu.
+        problem: Why it does not fit there, or "".
+    """
+
+    num_bytes: int
+    on_gpus: bool
+    problem: str = ""
 
 
 class RetrievalProbe:
@@ -122,14 +141,10 @@ class RetrievalProbe:
             raise ValueError(str(error)) from None
         return models_of(arguments)
 
-    def index(self, path: str) -> tuple[int, bool]:
-        """Return the size of an index for a server, and whether it is searched on GPUs.
+    def index(self, path: str) -> IndexState:
+        """Return where this machine's retrieval server would search an index, and whether it fits there.
 
-        Returns:
-            (bytes, whether it is dense and searched on GPUs where there are some).
-
-        Raises:
-            ValueError: If the index is not whole, or if there is none.
+        Raises ValueError if the index is not whole, or if there is none.
         """
         folder = Path(path)
         kind = index_kind(folder)
@@ -139,7 +154,23 @@ class RetrievalProbe:
         if manifest is not None:
             check_files(folder, manifest)
         files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
-        return sum(file.stat().st_size for file in files), kind in ("exact", "faiss")
+        num_bytes = sum(file.stat().st_size for file in files)
+        gpus = visible_gpus() if kind in ("exact", "faiss") else []
+        if not gpus:
+            return IndexState(num_bytes, on_gpus=False)
+        try:
+            if kind == "exact":
+                from search_r1.search.dense.scan import check_parts_fit
+
+                check_parts_fit(*open_embeddings(folder)[1].shape, gpus)
+                return IndexState(num_bytes, on_gpus=True)
+            header = read_faiss_header(folder)
+            if problem_of(header, len(gpus)):  # the server would search it on the CPU
+                return IndexState(num_bytes, on_gpus=False)
+            check_copy_fits(folder, header, gpus)
+        except ValueError as problem:
+            return IndexState(num_bytes, on_gpus=True, problem=str(problem))
+        return IndexState(num_bytes, on_gpus=True)
 
 
 def _health(url: str, use_proxy: bool) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Retrieval servers, ports, proxies and corpora: servers that are down, load, or serve something else."""
 
 import json
+import os
+import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -182,6 +184,26 @@ def test_indexes_that_are_whole_broken_or_not_there(tmp_path, monkeypatch):
     assert "it does not exist" in look(tmp_path / "none")[0].what
     (tmp_path / "lfs").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert "git lfs pull" in look(tmp_path / "lfs")[0].what
+
+
+def test_an_index_is_counted_as_it_is_copied_to_each_gpu(tmp_path, monkeypatch):
+    path = tmp_path / "e5_Flat.index"
+    sizes = struct.pack("<iqqq?iQ", 768, 21_015_324, 0, 0, True, 0, 21_015_324 * 768)
+    path.write_bytes(b"IxFI" + sizes)
+    os.truncate(path, 45 + 4 * 21_015_324 * 768)  # 65 GB, of which the disk has a block
+    target = target_of(probe=RetrievalProbe(), index_path=str(path))
+    free = [24 * 10**9, 24 * 10**9]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (free[gpu], 25 * 10**9))
+    assert find("index", target) == []
+    free[1] = 10 * 10**9
+    (finding,) = find("index", target)
+    assert finding.level == "error" and "GPU 1 has 10.0 GB of 25.0 GB free (CUDA_VISIBLE_DEV" in finding.what
+    path.write_bytes(b"IHNf" + sizes)  # HNSW is searched on the CPU
+    assert find("index", target) == []
+    monkeypatch.setattr("verl.preflight.run_checks.memory_of_machine", lambda: 40)
+    (finding,) = find("index", target)
+    assert finding.level == "warning" and "has 45 bytes, this machine 40 bytes of memory" in finding.what
 
 
 def test_a_corpus_is_not_looked_at_by_a_run_that_does_not_search(tmp_path):

@@ -77,7 +77,7 @@ def installing(tmp_path):
     return install, asked
 
 
-def test_what_is_installed_is_not_installed_again(installing):
+def test_what_is_installed_is_not_installed_again(installing, tmp_path):
     install, asked = installing
     assert install("train,retrieval").wait() == 0
     assert asked() == ["torch", "[train,retrieval]"]
@@ -89,7 +89,12 @@ def test_what_is_installed_is_not_installed_again(installing):
     assert install("retrieval,megatron").wait() == 0
     assert install("test").wait() == 0
     assert install("train,retrieval,faiss").wait() == 0
-    assert asked()[4:] == ["torch", "[test]"]
+    notes = (tmp_path / "notes").read_text
+    assert "uninstall" not in notes()
+    assert install("retrieval,faiss-gpu").wait() == 0
+    assert notes().splitlines()[-2].endswith("pip uninstall -q -y faiss-cpu")  # both have the folder `faiss`
+    assert install("retrieval,faiss").wait() == 0
+    assert asked()[4:] == ["torch", "[test]", "[retrieval,faiss-gpu]"]
 
 
 def test_with_vllm_the_versions_and_the_build_are_those_for_the_machine(installing, tmp_path, monkeypatch):

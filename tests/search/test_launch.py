@@ -47,6 +47,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "wiki-18-bm25").mkdir()
     (folder / "wiki-18-bm25" / "segments_2").touch()
     (folder / "e5_Flat.index").write_bytes(b"IxFI" + bytes(40))
+    (folder / "HNSW.index").write_bytes(b"IHNf" + bytes(40))
     (folder / "pointer.index").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").touch()
@@ -127,6 +128,14 @@ def test_hybrid_takes_indexes_and_models_in_the_order_of_the_names(folder):
         (
             "--retriever_name e5 --index_path {}/ours_exact --faiss_gpu --corpus_path {}/corpus.jsonl",
             "--faiss_gpu: the index is not a FAISS file",
+        ),
+        (
+            "--retriever_name e5 --index_path {}/e5_Flat.index --faiss_gpu --corpus_path {}/corpus.jsonl",
+            r"--faiss_gpu: (this FAISS was built without GPUs|FAISS sees no GPU|FAISS can't be loaded)",
+        ),
+        (
+            "--retriever_name e5 --index_path {}/HNSW.index --faiss_gpu --corpus_path {}/corpus.jsonl",
+            r"--faiss_gpu: found .*HNSW.index \(HNSW, 0 x 0\): FAISS has no HNSW for GPUs",
         ),
         ("--faiss_nprobe 8 --corpus_path {}/corpus.jsonl", "--faiss_nprobe is for FAISS"),
     ],

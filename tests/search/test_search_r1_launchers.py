@@ -272,6 +272,10 @@ def test_a_typo_in_a_retrievers_name_is_told_before_anything_is_installed(tmp_pa
         ("--corpus_path {corpus} --reranker_model some/model", "retrieval,dense "),
         ("--retriever_name serpapi", "retrieval "),
         ("--corpus_path {corpus} --retriever_name e5 --index_path {faiss}", "retrieval,dense,faiss "),
+        (
+            "--corpus_path {corpus} --retriever_name e5 --index_path {faiss} --faiss_gpu",
+            "retrieval,dense,faiss-gpu ",
+        ),
         ("--corpus_path {corpus} --retriever_name lucene --index_path {lucene}", "retrieval,pyserini "),
     ],
 )

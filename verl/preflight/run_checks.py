@@ -446,19 +446,19 @@ def find_unfit_index(target: Target) -> Iterator[Finding]:
         return
     name = f"--index_path {target.index_path}"
     try:
-        num_bytes, on_gpu = target.probe.index(target.index_path)
+        index = target.probe.index(target.index_path)
     except (OSError, ValueError) as problem:
         yield error(f"{name}: {problem}", "the retrieval server would not start")
         return
-    num_gpus = torch.cuda.device_count() if on_gpu else 0
-    free = sum(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus)) or memory_of_machine()
-    if num_bytes > free:
-        make, where = (error, f"the {num_gpus} GPUs here") if num_gpus else (warning, "this machine")
-        yield make(
-            f"{name} has {format_bytes(num_bytes)}, {where} {format_bytes(free)} of memory",
-            "the retrieval server would end with out of memory, or read from disk for each search",
-            "serve it where there is more (retriever.url=http://<machine>:8000/retrieve), on the CPU (bash "
-            "retrieval_launch.sh --device cpu), or build a smaller one",
+    if index.problem:
+        yield error(f"{name}: {index.problem.rstrip('.')}", "the retrieval server would not start")
+    elif not index.on_gpus and index.num_bytes > memory_of_machine():
+        sizes = f"{format_bytes(index.num_bytes)}, this machine {format_bytes(memory_of_machine())} of memory"
+        yield warning(
+            f"{name} has {sizes}",
+            "the retrieval server would read from disk for each search",
+            "serve it where there is more (retriever.url=http://<machine>:8000/retrieve), or build a smaller "
+            "one",
         )
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import faiss
 import numpy as np
 
+from search_r1.search.dense.faiss_gpus import check_gpu_copy, copy_to_gpus
 from search_r1.search.dense.scan import dot_rows
 from search_r1.search.long_work import Progress
-from search_r1.search.memory import check_fits
+from search_r1.search.memory import check_fits, visible_words
 
 INDEX_FILE = "faiss.index"  # what build_index writes
 DEFAULT_NPROBE = 64  # lists of an IVF index that a query looks into; FAISS's own default is 1
@@ -78,15 +79,15 @@ class FaissIndex:
         # queries of 384 dimensions to the slow path.
         faiss.cvar.distance_compute_blas_threshold = BLAS_FROM_QUERIES * index.d
         if gpu:
-            index = _to_gpus(index, report)
+            report(check_gpu_copy(path))
+            index = _to_gpus(index)
         elif isinstance(index, faiss.IndexFlat):
             advice = (
                 "Turn it into an exact index in float16, half as large (index_builder --faiss_type exact "
                 "--use_fp16 --embedding_path FILE), or into an HNSW64 or IVF4096,SQ8 index"
             )
             report(check_fits(path, path.stat().st_size, advice))
-            flat = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)
-            self._vectors = flat.reshape(index.ntotal, index.d)
+            self._vectors = _rows_of(index)
         self._index: Any = index
 
     def search(self, queries: np.ndarray, k: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -148,28 +149,21 @@ def _find_ivf(index: Any) -> Any:
         return None
 
 
-def _to_gpus(index: Any, report: Callable[[str], None]) -> Any:
-    """Return a copy in float16, in equal parts on all GPUs.
+def _rows_of(index: Any) -> np.ndarray:
+    """Return the vectors [N, D] float32 of a Flat index, where they lie."""
+    values = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)
+    return values.reshape(index.ntotal, index.d)
 
-    Raises ValueError without GPUs or room.
-    """
-    if not hasattr(faiss, "StandardGpuResources"):
-        raise ValueError(
-            "--faiss_gpu: this FAISS was built without GPUs (faiss-cpu): pip uninstall faiss-cpu, then pip "
-            "install faiss-gpu; or leave the flag out; or build an exact index, which uses GPUs by itself"
-        )
-    num_gpus = faiss.get_num_gpus()
-    if num_gpus == 0:
-        raise ValueError("--faiss_gpu: FAISS sees no GPU (nvidia-smi shows what is there)")
-    report(f"copying the index to {num_gpus} GPUs")
-    options = faiss.GpuMultipleClonerOptions()
-    options.useFloat16 = options.shard = True
+
+def _to_gpus(index: Any) -> Any:
+    """Return a copy in float16, in equal parts on all GPUs. Raises ValueError if FAISS can't make it."""
+    vectors = _rows_of(index) if isinstance(index, faiss.IndexFlat) else None
     try:
-        return faiss.index_cpu_to_all_gpus(index, co=options)
+        return copy_to_gpus(faiss, index, vectors)
     except RuntimeError as error:
         raise ValueError(
-            f"--faiss_gpu: FAISS can't put {type(index).__name__} on GPUs ({_reason(error)}): use more GPUs, "
-            "leave the flag out, or build a Flat or IVF index"
+            f"--faiss_gpu: FAISS can't put {type(index).__name__} on GPUs ({_reason(error)}; "
+            f"{visible_words()}): use more GPUs, leave the flag out, or build a Flat or IVF index"
         ) from None
 
 

@@ -13,12 +13,13 @@ to its top k (because of many equal vectors, say) is scanned once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from search_r1.search.memory import GPU_RESERVE_BYTES, GpuMemory, gpus_short_of, visible_gpus
 from verl.utils.text import format_bytes
 
 # How many rows are in float32 at once.
@@ -28,7 +29,6 @@ ALONE_CHUNKS = 32  # chunks of the CPU that are multiplied at once with one quer
 EXTRA_ROWS = 8  # rows kept beside k, which make a second scan rare
 MAX_QUERIES = 512  # the most queries of one scan
 ROUNDING = 1e-5  # as a share of |query| |row|; it is more than the error of a float32 sum
-GPU_RESERVE_BYTES = 2 << 30  # on each GPU, for CUDA itself, the encoder, one chunk and its scores
 
 
 def dot_rows(vectors: np.ndarray, queries: np.ndarray) -> np.ndarray:
@@ -44,21 +44,29 @@ def place_on_gpus(vectors: np.ndarray, report: Callable[[str], None]) -> list[to
 
     Raises ValueError before it begins if they don't fit.
     """
+    report(check_parts_fit(*vectors.shape, visible_gpus()))
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
-    need = -(-len(vectors) // len(devices)) * vectors.shape[1] * 2 + GPU_RESERVE_BYTES
+    return copy_to(devices, vectors)
+
+
+def check_parts_fit(num_rows: int, dimension: int, gpus: Sequence[GpuMemory]) -> str:
+    """Return a line about vectors [num_rows, dimension] in equal parts on these GPUs.
+
+    Raises ValueError if they don't fit.
+    """
+    need = -(-num_rows // len(gpus)) * dimension * 2 + GPU_RESERVE_BYTES
+    free = min(gpu.free for gpu in gpus)
     size = (
-        f"{len(vectors):,} x {vectors.shape[1]} in float16: {format_bytes(need)} on each of {len(devices)} "
-        f"GPUs with working memory, {format_bytes(free)} free"
+        f"{num_rows:,} x {dimension} in float16: {format_bytes(need)} on each of {len(gpus)} GPUs with "
+        f"working memory, {format_bytes(free)} free"
     )
-    if free < need:
+    if short := gpus_short_of([need] * len(gpus), gpus):
         raise ValueError(
-            f"the exact index doesn't fit: {size}. Free the memory of these GPUs, use more of them "
+            f"the exact index doesn't fit: {size}: {short}. Free the memory of these GPUs, use more of them "
             "(CUDA_VISIBLE_DEVICES), search on the CPU, or build a FAISS index that needs less "
             "(--faiss_type IVF4096,SQ8)"
         )
-    report(size)
-    return copy_to(devices, vectors)
+    return size
 
 
 def copy_to(devices: list[torch.device], vectors: np.ndarray) -> list[torch.Tensor]:
