@@ -14,6 +14,12 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+# LD_PRELOAD (another NCCL, say) is for the training processes, to which Ray carries it on all nodes: servers, Ray's
+# daemons and what makes the data start without it.
+WITH_PRELOAD=()
+[ -z "${LD_PRELOAD:-}" ] || WITH_PRELOAD=(env "LD_PRELOAD=$LD_PRELOAD")
+unset LD_PRELOAD
+
 RUN_DIR='' EMPTY_RUN_DIR=''    # the run's folder once it is made; the same if it is to go where nothing is in it
 
 stop_all() {    # what this script has started, the run first, which still searches; and the folder if nothing is in it
@@ -403,7 +409,7 @@ run_training() {
 
     # In the background, so that a signal to this script is handled at once and not after the run.
     echo "starting ${program[0]} ..."
-    "$PYTHON" -m "${program[@]}" "${overrides[@]}" "$@" &
+    "${WITH_PRELOAD[@]}" "$PYTHON" -m "${program[@]}" "${overrides[@]}" "$@" &
     TRAINER_PID=$!
     local status interrupted=true
     # It ends its step, writes a checkpoint and stops; or has ended already. Before its first step, a Ctrl-C (which is

@@ -87,6 +87,10 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
         (["trainer.async_training.max_staleness=1"], "bypass_mode=true .*or .*rollout_is=token"),
         ([f"{ROLLOUT}.straggler_factor=3"], "group_deadline bounds them"),
         (
+            [f"{ROLLOUT}.weight_backend=nccl", "trainer.device=cpu"],
+            "weight_backend=nccl.*, where no GPU takes part; expected gloo or auto",
+        ),
+        (
             [
                 f"{ROLLOUT}.vllm.engine_args={{async_scheduling: true}}",
                 "trainer.async_training.recompute_kv=false",

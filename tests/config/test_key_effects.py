@@ -134,6 +134,7 @@ EFFECTS: dict[str, tuple] = {
     f"{R}.placement": ("apart", "plan", VLLM),
     f"{R}.num_processes": (2, "stream", APART),
     f"{R}.weight_transfer": ("ray", "weights_sent"),
+    f"{R}.weight_backend": ("nccl", "checks", "trainer.device=cpu"),
     f"{R}.weight_dir": ("{out}/elsewhere", "weights_sent"),
     f"{R}.anchor_every": (2, "weights_sent"),
     f"{R}.temperature": (0.5, "driver"),

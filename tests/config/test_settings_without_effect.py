@@ -103,6 +103,10 @@ def test_settings_of_weights_in_files_without_files_are_said_to_have_no_effect()
     (line,) = settings_without_effect(load_config([*files, f"{ROLLOUT}.weight_transfer=filesystem"]))
     assert line.startswith(f"{ROLLOUT}.anchor_every=3 has no effect: ") and "weight_transfer=delta" in line
     assert settings_without_effect(load_config([*files, f"{ROLLOUT}.weight_transfer=delta"])) == []
+    gloo = [f"{ROLLOUT}.weight_backend=gloo", f"{ROLLOUT}.weight_transfer=filesystem"]
+    (line,) = settings_without_effect(load_config(gloo))
+    assert line.endswith(f"nothing is broadcast with {ROLLOUT}.weight_transfer=filesystem.")
+    assert settings_without_effect(load_config([gloo[0], f"{ROLLOUT}.weight_transfer=collective"])) == []
 
 
 def test_restarts_in_a_run_without_ray_are_said_to_have_no_effect():

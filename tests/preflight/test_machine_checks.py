@@ -3,7 +3,9 @@
 import os
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +23,8 @@ from preflight_cases import (
 
 from verl.planning.hardware import memory_of_machine
 from verl.preflight import machine_checks
-from verl.preflight.target import Cluster, RayNode
+from verl.preflight.target import Cluster, RayNode, exclude_line
+from verl.utils.device import loaded_nccl
 
 needs_namespaces = pytest.mark.skipif(can_unshare() is not None, reason=str(can_unshare()))
 
@@ -200,6 +203,67 @@ def test_gpus_that_others_hold_are_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda i: ((80, 30)[i] * 10**9, 85 * 10**9))
     (finding,) = find("gpu-health", target_of(is_thorough=True))
     assert "GPU 1 has 55.0 GB of 85.0 GB in use already" in finding.what
+
+
+SMI = """#!/bin/sh
+case "$1" in
+    *ecc.errors.uncorrected.volatile.total*) cat "$(dirname "$0")/gpus" ;;
+    --query-remapped-rows=*) cat "$(dirname "$0")/rows" ;;
+esac
+"""
+
+
+def test_gpus_with_failed_memory_are_named_with_the_node_to_leave_out(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    # One in order, one without ECC, and two with faults.
+    gpus = ("0, 00:1B, 0, No", "1, 00:2C, [N/A], [N/A]", "2, 00:3D, 4, No", "3, 00:4E, 0, No")
+    (tmp_path / "gpus").write_text("\n".join(gpus))
+    (tmp_path / "rows").write_text("00:1B, No, No\n00:3D, Yes, No\n00:4E, Yes, No\n")
+    target = target_of(is_thorough=True)
+    broken, waiting = find("gpu-ecc", target)
+    assert (broken.level, waiting.level) == ("error", "warning")
+    assert broken.what == "GPU 2 of node7 has 4 uncorrected ECC errors since the driver was loaded"
+    assert waiting.what == "GPU 3 of node7 has memory rows that wait for their replacement"
+    others = [broken, waiting, replace(broken, exclude="node2", machines=("node2",))]
+    assert exclude_line(others) == "leave these nodes out: sbatch --exclude=node2,node7 ..."
+    (tmp_path / "rows").write_text("00:4E, No, Yes\n")
+    assert [finding.level for finding in find("gpu-ecc", target)] == ["error", "error"]
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(machine_checks, "SMI_SECONDS", 0.1)
+    (finding,) = find("gpu-ecc", target)
+    assert "nvidia-smi does not answer within 0.1 s" in finding.what and finding.exclude == "node7"
+    assert find("gpu-ecc", target_of()) == []  # a run's start does not ask
+
+
+def test_another_nccl_than_torchs_own_is_named(tmp_path, monkeypatch):
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 00000000 fe:00 9 /usr/lib/libc.so.6\n"
+        "7f02-7f03 r-xp 00000000 fe:00 9 /opt/my nccl/libnccl.so.2.27.5\n"
+    )
+    code = [22_705]
+
+    def library(path: str) -> SimpleNamespace:
+        assert path == "/opt/my nccl/libnccl.so.2.27.5"
+        return SimpleNamespace(ncclGetVersion=lambda pointer: setattr(pointer._obj, "value", code[0]))
+
+    monkeypatch.setattr("ctypes.CDLL", library)
+    assert loaded_nccl(maps).version == (2, 27, 5)
+    assert loaded_nccl(tmp_path / "none") is None
+    monkeypatch.setattr(machine_checks, "loaded_nccl", lambda: loaded_nccl(maps))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    assert find("nccl", target_of()) == []  # torch without CUDA
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (finding,) = find("nccl", target_of())
+    assert finding.level == "error" and "NCCL 2.27.5 is loaded from /opt/my nccl/" in finding.what
+    assert "was built with 2.28.9" in finding.what
+    code[0] = 23_001
+    assert find("nccl", target_of())[0].level == "warning"
+    code[0] = 22_809
+    assert find("nccl", target_of()) == []
 
 
 def test_a_run_of_programs_needs_walls_or_a_code_server(monkeypatch):

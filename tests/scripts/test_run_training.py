@@ -26,6 +26,8 @@ notes = pathlib.Path(os.environ["NOTES"])
 if program in os.environ.get("REAL", "").split():
     os.environ["PYTHONPATH"] = os.environ["SOURCE"]
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+if os.environ.get("LD_PRELOAD"):
+    (notes / "preloaded").open("a").write(program + "\\n")
 if program == "verl.config":  # all settings are right; those that a run gets are loaded by the tests
     sys.exit()
 if program == "verl.preflight.servers":
@@ -167,7 +169,8 @@ def sft_settings(repository: Path):
 
 
 def test_without_arguments_a_world_is_made_served_and_trained_on(repository):
-    assert run(repository, SEED="4", REAL=f"{SETTINGS} {SERVERS}") == (0, "")
+    assert run(repository, SEED="4", REAL=f"{SETTINGS} {SERVERS}", LD_PRELOAD="libm.so.6") == (0, "")
+    assert (repository / "notes" / "preloaded").read_text() == "verl.trainer.main_ppo\n"  # not the server
     config = settings(repository)
     assert config.data.train_files == "data/microworld/seed4/train.parquet"
     assert config.data.extra_val_files == "data/microworld/seed4/test_3hop.parquet"

@@ -86,6 +86,7 @@ def test_workers_get_the_listed_variables_and_no_secret_in_a_runtime_environment
         "NO_PROXY": "a,b",
         "no_proxy": "a,b",
         "NCCL_IB_HCA": "mlx5",
+        "LD_PRELOAD": "/opt/nccl/libnccl.so.2",
         "HF_HUB_OFFLINE": "1",
     }
     secret = {"HF_TOKEN": "hf_x", "https_proxy": "http://me:word@proxy:3128", "HTTP_PROXY": "http://proxy"}

@@ -203,6 +203,11 @@ def _check_rollout(config: Config) -> None:
     if is_apart and rollout.name == "remote" and len(as_list(rollout.remote.urls)) < rollout.num_processes:
         expected = ": servers are shared out to processes; expected at least as many servers."
         raise config_error(config, f"{urls} {ROLLOUT}.num_processes", expected)
+    is_client = rollout.name == "remote" and is_apart  # it has no GPU
+    if rollout.weight_backend == "nccl" and (config.trainer.device == "cpu" or is_client):
+        keys = f"{ROLLOUT}.weight_backend {ROLLOUT}.{'placement' if is_client else 'name'} trainer.device"
+        expected = ", where no GPU takes part; expected gloo or auto."
+        raise config_error(config, keys, expected)
 
 
 def _check_async(config: Config) -> None:

@@ -259,6 +259,11 @@ class Rollout(Block):
         "apart: by Ray's store, broadcasts in a group (NCCL, gloo), or files: all of them or what changed",
         "ray collective filesystem delta",
     )
+    weight_backend: str = key(
+        "auto",
+        "of broadcasts: to processes apart (collective), to vLLM's servers (auto: NCCL from GPU to GPU)",
+        "auto nccl gloo",
+    )
     weight_dir: FilePath | None = key(
         None, "folder of those files, seen by all nodes and by remote servers (null: the run's)"
     )

@@ -96,6 +96,9 @@ def settings_without_effect(config: Config) -> list[str]:
         unread[f"{ROLLOUT}.anchor_every"] = f"it is for {ROLLOUT}.weight_transfer=delta."
     if transfer in ("ray", "collective") and rollout.name != "remote":
         unread[f"{ROLLOUT}.weight_dir"] = f"no files are written with {ROLLOUT}.weight_transfer={transfer}."
+    if transfer != "collective" and rollout.name != "remote":
+        reason = f"nothing is broadcast with {ROLLOUT}.weight_transfer={transfer}."
+        unread[f"{ROLLOUT}.weight_backend"] = reason
     if not samples_apart(config):
         reason = f"nothing samples beside training. Set {ROLLOUT}.placement=apart."
         names = ("in_flight_updates", "recompute_kv", "too_old", "group_deadline", "repeatable")

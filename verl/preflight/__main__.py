@@ -22,7 +22,7 @@ from verl.config import PROGRAMS, Loaded, load
 from verl.config.overrides import Folders
 from verl.plugins import hook
 from verl.preflight.preflight import CHECKS, choose, run_preflight
-from verl.preflight.target import Target
+from verl.preflight.target import Target, exclude_line
 from verl.utils.text import printable
 
 
@@ -113,6 +113,8 @@ def check(arguments: argparse.Namespace) -> int:
     else:
         for finding in preflight.findings:
             print(printable(finding.line))
+        if line := exclude_line(preflight.findings):
+            print(printable(line))
         machines = f"{preflight.num_machines} machine{'s' * (preflight.num_machines > 1)}"
         scope = f"this machine, or the cluster at RAY_ADDRESS: {machines}"
         if target.at_login:

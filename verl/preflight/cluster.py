@@ -22,6 +22,7 @@ from verl.planning.hardware import read_text
 from verl.planning.placement import num_processes, num_sampling
 from verl.preflight.machine_checks import MACHINE_CHECKS
 from verl.preflight.target import Cluster, Finding, RayNode, Target, error, ray_folder, warning
+from verl.utils.device import loaded_nccl
 
 TASK_SECONDS = 90.0
 _JOIN = "bash scripts/ray_node.sh"
@@ -39,11 +40,16 @@ def check_machine(target: Target, names: Sequence[str]) -> list[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the packages with which processes exchange objects, and of NCCL."""
+    """Return the versions of Python, of the packages with which processes exchange objects, and of NCCL.
+
+    NCCL's is that of the library which is loaded.
+    """
     by_package = {"python": ".".join(platform.python_version_tuple()[:2])}
     by_package |= {package: metadata.version(package) for package in ("torch", "ray", "transformers")}
     if torch.version.cuda is not None and torch.distributed.is_nccl_available():
-        by_package["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        loaded = loaded_nccl()
+        version = torch.cuda.nccl.version() if loaded is None else loaded.version
+        by_package["NCCL"] = ".".join(map(str, version))
     return by_package
 
 

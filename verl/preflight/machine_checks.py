@@ -10,7 +10,10 @@ import json
 import os
 import resource
 import shutil
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,6 +38,7 @@ from verl.preflight.target import (
     warning,
     write_problem,
 )
+from verl.utils.device import loaded_nccl
 from verl.utils.text import format_bytes
 
 HOME_BYTES = 1e9
@@ -44,6 +48,7 @@ STORE_SHARE = 0.3  # the share of the memory that Ray gives its object store
 STORE_BYTES = 10e9  # the most bytes that Ray gives its object store
 DRIVER = Path("/proc/driver/nvidia/version")
 RUN_PROGRAMS = frozenset(["lcb", "searchcode", "code", "code_stdio"])  # environments and verifiers
+SMI_SECONDS = 20.0  # what nvidia-smi may take; without persistence mode it loads the driver first
 BUSY_SHARE = 0.1  # the share of a GPU's memory that others may hold
 
 
@@ -361,6 +366,97 @@ def find_busy_gpus(target: Target) -> Iterator[Finding]:
             )
 
 
+def find_another_nccl(target: Target) -> Iterator[Finding]:
+    """Find an NCCL that is loaded in the place of the one that torch was built with."""
+    loaded = loaded_nccl()
+    if loaded is None or torch.version.cuda is None:
+        return
+    built_with = tuple(torch.cuda.nccl.version())
+    if loaded.version == built_with:
+        return
+    make = error if loaded.version < built_with else warning
+    yield make(
+        f"NCCL {_dotted(loaded.version)} is loaded from {loaded.path}, torch {torch.__version__} was built "
+        f"with {_dotted(built_with)}",
+        "collectives fail or hang where the older one lacks what torch asks for, or where nodes differ",
+        "unset LD_PRELOAD, and take its folder out of LD_LIBRARY_PATH (module unload nccl); or mean it, on "
+        "all nodes: trainer.doctor_skip=[nccl]",
+    )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def find_memory_errors(target: Target) -> Iterator[Finding]:
+    """Find GPUs whose memory has failed: uncorrected ECC errors, rows and pages that wait for a reset."""
+    if not target.is_thorough or shutil.which("nvidia-smi") is None:
+        return
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    try:
+        failed, waiting = memory_errors()
+    except subprocess.TimeoutExpired:
+        finding = error(
+            f"nvidia-smi does not answer within {SMI_SECONDS:g} s",
+            "a GPU or its driver hangs, and so would the run",
+            f"sbatch --exclude={node} ..., and tell the administrators",
+        )
+        yield replace(finding, exclude=node)
+        return
+    for index, reasons in failed.items():
+        finding = error(
+            f"GPU {index} of {node} has {', '.join(reasons)}",
+            "a process on it ends with 'uncorrectable ECC error', or has already",
+            f"sbatch --exclude={node} ..., and tell the administrators (nvidia-smi -i {index} -q -d ECC)",
+        )
+        yield replace(finding, exclude=node)
+    for index, reasons in waiting.items():
+        if index not in failed:
+            yield warning(
+                f"GPU {index} of {node} has {', '.join(reasons)}",
+                "its memory has failed in one place, which is only replaced when the GPU is reset",
+                f"sbatch --exclude={node} ..., or have it reset: nvidia-smi --gpu-reset -i {index}",
+            )
+
+
+def memory_errors() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return what nvidia-smi says of the memory of the GPUs.
+
+    Returns:
+        For the GPUs (by their index) that are broken, and for those that wait for a reset, the reasons.
+
+    Raises:
+        subprocess.TimeoutExpired: If it does not answer.
+    """
+    failed: dict[str, list[str]] = {}
+    waiting: dict[str, list[str]] = {}
+    index_of = {}
+    fields = "index,gpu_bus_id,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
+    for index, bus_id, uncorrected, pending in _ask_nvidia_smi(f"--query-gpu={fields}", 4):
+        index_of[bus_id] = index
+        if uncorrected.isdigit() and int(uncorrected):
+            reason = f"{uncorrected} uncorrected ECC errors since the driver was loaded"
+            failed.setdefault(index, []).append(reason)
+        if pending == "Yes":
+            waiting.setdefault(index, []).append("memory pages that wait for their retirement")
+    fields = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+    for bus_id, pending, failure in _ask_nvidia_smi(f"--query-remapped-rows={fields}", 3):
+        index = index_of.get(bus_id, bus_id)
+        if failure in ("Yes", "1"):
+            failed.setdefault(index, []).append("memory rows that could not be replaced")
+        if pending in ("Yes", "1"):
+            waiting.setdefault(index, []).append("memory rows that wait for their replacement")
+    return failed, waiting
+
+
+def _ask_nvidia_smi(query: str, num_fields: int) -> list[list[str]]:
+    """Return the rows of a query. They are none if this nvidia-smi does not know it."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [row for row in rows if len(row) == num_fields] if done.returncode == 0 else []
+
+
 MACHINE_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "writable": find_places_that_can_not_be_written,
     "home": find_full_home,
@@ -378,4 +474,6 @@ MACHINE_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "gpu-shared": find_shared_gpus,
     "cuda": find_unusable_cuda,
     "gpu-health": find_busy_gpus,
+    "gpu-ecc": find_memory_errors,
+    "nccl": find_another_nccl,
 }

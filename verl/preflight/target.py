@@ -39,6 +39,7 @@ class Finding:
         do: What to do.
         check: The name of the check that found it.
         machines: The machines of the cluster that have the trouble. Empty for this machine.
+        exclude: The name of a node that a job should leave out. It is empty if the node is usable.
     """
 
     level: str
@@ -47,6 +48,7 @@ class Finding:
     do: str = ""
     check: str = ""
     machines: tuple[str, ...] = ()
+    exclude: str = ""
 
     @property
     def line(self) -> str:
@@ -78,6 +80,12 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
         machines[alike] = machines.get(alike, ()) + finding.machines
     merged = [replace(finding, machines=names) for finding, names in machines.items()]
     return sorted(merged, key=lambda finding: finding.level)
+
+
+def exclude_line(findings: Iterable[Finding]) -> str:
+    """Return the command by which a SLURM job leaves out nodes with broken hardware, or "" if none is."""
+    nodes = sorted({finding.exclude for finding in findings if finding.exclude})
+    return f"leave these nodes out: sbatch --exclude={','.join(nodes)} ..." if nodes else ""
 
 
 @dataclass(frozen=True)

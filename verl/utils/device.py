@@ -5,8 +5,9 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -114,3 +115,34 @@ def bf16_speedup(width: int, inner: int, rounds: int = 7) -> float:
                 times.append(time.thread_time())
             ratios.append((times[1] - times[0]) / max(times[2] - times[1], 1e-9))
     return median(ratios)
+
+
+class LoadedNccl(NamedTuple):
+    """The version of the NCCL library that a process has loaded, and the library's file."""
+
+    version: tuple[int, ...]
+    path: str
+
+
+def loaded_nccl(maps: Path = Path("/proc/self/maps")) -> LoadedNccl | None:
+    """Return the NCCL library that this process has loaded, or None if it has none.
+
+    `torch.cuda.nccl.version()` is that of the header with which torch was built (torch/csrc/cuda/nccl.cpp).
+    LD_PRELOAD and LD_LIBRARY_PATH can bring another library.
+
+    Args:
+        maps: The list of what this process has mapped.
+    """
+    try:
+        paths = [line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines()]
+    except OSError:  # not Linux
+        return None
+    path = next((path for path in paths if "/libnccl.so" in path), None)
+    if path is None:
+        return None
+    code = ctypes.c_int()
+    ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
+    # From 2.9 on a minor version has two digits.
+    thousand = 10_000 if code.value >= 10_000 else 1000
+    major, rest = divmod(code.value, thousand)
+    return LoadedNccl((major, *divmod(rest, 100)), path)

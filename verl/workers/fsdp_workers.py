@@ -398,12 +398,10 @@ class ActorRolloutRefWorker(TrainingWorker):
         """Return the sender to all rollout processes, which is made once."""
         if self._weight_sender is None:
             rollout = self.config.rollout
-            # The samplers of a remote engine have no device.
-            uses_nccl = self.device.type == "cuda" and rollout.name != "remote"
             self._weight_sender = CollectiveSender(
                 os.environ.get("MASTER_ADDR", "127.0.0.1"),
                 rollout.num_processes,
-                "nccl" if uses_nccl else "gloo",
+                build.weight_backend(rollout, self.device),
                 self.device,
                 deadline,
             )

@@ -20,6 +20,7 @@ from verl.workers.rollout.build import (
     build_rollout_engine,
     engine_name,
     model_parallel_size,
+    weight_backend,
 )
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
@@ -122,6 +123,33 @@ def test_a_model_is_split_over_as_few_processes_as_hold_it_unless_a_number_is_se
         monkeypatch.setattr("verl.workers.rollout.build.MAX_WEIGHT_BYTES", share * num_bytes)
         assert found(most) == expected
     assert found(8, "actor_rollout_ref.rollout.tensor_model_parallel_size=1") == 1
+
+
+APART = ["actor_rollout_ref.rollout.placement=apart"]
+CLIENT = ["actor_rollout_ref.rollout.name=remote", "actor_rollout_ref.rollout.remote.urls=http://a:1"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "settings", "expected"),
+    [
+        ("auto", "cuda:1", APART, "nccl"),
+        ("auto", "cuda", CLIENT, "nccl"),
+        ("auto", "cuda", [*CLIENT, *APART], "gloo"),  # a client of servers has no GPU
+        ("auto", "cpu", APART, "gloo"),
+        ("gloo", "cuda", APART, "gloo"),
+        ("nccl", "cuda", CLIENT, "nccl"),
+        ("nccl", "cpu", APART, None),
+        ("nccl", "cuda", [*CLIENT, *APART], None),
+    ],
+)
+def test_weights_go_by_nccl_from_gpu_to_gpu_or_as_is_said(asked, device, settings, expected):
+    config = load_config([*settings, f"actor_rollout_ref.rollout.weight_backend={asked}"])
+    rollout = config.actor_rollout_ref.rollout
+    if expected is None:
+        with pytest.raises(ValueError, match="weight_backend=nccl.*; expected GPUs on both sides"):
+            weight_backend(rollout, device)
+    else:
+        assert weight_backend(rollout, device) == expected
 
 
 def test_vllm_gets_what_training_leaves_of_a_gpu(gpu_of_80_gib, qwen):

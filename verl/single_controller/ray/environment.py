@@ -31,11 +31,12 @@ RAY_SETTINGS = {
 for _name, _value in RAY_SETTINGS.items():
     os.environ.setdefault(_name, _value)
 
-# Carried by name: the hub's cache, proxies and their certificates, collectives, vLLM, CUDA, threads.
+# Carried by name: the hub's cache, proxies and their certificates, collectives, vLLM, libraries that come
+# first (another NCCL, say), CUDA, threads.
 CARRIED = re.compile(
     r"HF_(HOME|HUB_CACHE|ENDPOINT|HUB_OFFLINE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|NO_PROXY|no_proxy|"
     r"SSL_CERT_FILE|REQUESTS_CA_BUNDLE|(GLOO|TP)_SOCKET_IFNAME|(TORCH_)?NCCL_\w+|VLLM_\w+|"
-    r"CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)|CUBLAS_WORKSPACE_CONFIG|"
+    r"LD_PRELOAD|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)|CUBLAS_WORKSPACE_CONFIG|"
     r"PYTORCH_(CUDA_)?ALLOC_CONF|TOKENIZERS_PARALLELISM|PYTHONUNBUFFERED"
 )
 # Ray logs runtime environments, so these go another way; so do proxies, whose address may hold a password.

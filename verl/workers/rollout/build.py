@@ -124,6 +124,28 @@ def devices_per_engine(rollout: Rollout, model: Policy, device: torch.device | s
     return 0 if name == "remote" else 1
 
 
+def weight_backend(rollout: Rollout, device: torch.device | str) -> str:
+    """Return "nccl" or "gloo", by which weights are broadcast to those that only sample.
+
+    Args:
+        rollout: The rollout block of the configuration.
+        device: The device of the process that sends.
+
+    Raises:
+        ValueError: If `weight_backend` is nccl, and a side has no GPU.
+    """
+    is_client = rollout.name == "remote" and rollout.placement == "apart"  # it has no device
+    can_use_nccl = torch.device(device).type == "cuda" and not is_client
+    if rollout.weight_backend == "auto":
+        return "nccl" if can_use_nccl else "gloo"
+    if rollout.weight_backend == "nccl" and not can_use_nccl:
+        raise ValueError(
+            f"Found rollout.weight_backend=nccl, and weights are sent from {torch.device(device).type}"
+            f"{' to a client of servers' * is_client}; expected GPUs on both sides. Set it to gloo or auto."
+        )
+    return rollout.weight_backend
+
+
 def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
     """Return the dtype of the engine's weights and computation.
 
@@ -318,7 +340,7 @@ def _remote_engine(rollout: Rollout, model_config: PretrainedConfig, request: En
         urls = urls[rank::world_size]
         rank = 0
         world_size = 1
-    backend = "nccl" if request.device.type == "cuda" else "gloo"
+    backend = weight_backend(rollout, request.device)
     return RemoteEngine(
         urls,
         max_model_len=request.max_model_len,

@@ -279,7 +279,7 @@ class WeightSender:
 
     def __init__(self, backend: str, device: torch.device, dtype: torch.dtype) -> None:
         if backend == "nccl" and device.type != "cuda":
-            raise ValueError(f"weight_transfer is nccl and the trainer runs on {device.type}; use gloo")
+            raise ValueError(f"weight_backend is nccl and the trainer runs on {device.type}; use gloo")
         self._backend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._dtype = dtype
