@@ -6,17 +6,22 @@ flags -> model's folder, port -> torch, tokenizer, engine, weights -> the routes
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from verl.inference.replicas import Replica, replicas_of, run_replicas, visible_gpu_names
 from verl.utils.addresses import is_loopback, open_socket
 from verl.utils.model_folders import find_model, run_folder, run_settings
 from verl.utils.text import printable
 
 if TYPE_CHECKING:  # they import torch, and mistakes are told before
+    import torch
+
+    from verl.config.policy import Rollout
     from verl.inference.sessions import Sessions
     from verl.utils.safetensors_file import Shapes
 
@@ -43,18 +48,33 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--session_seconds", type=float, default=3600, help="that a session may be idle")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on CUDA")
     parser.add_argument("--kv_cache_gb", type=float, help="on CPU: GiB of KV cache (at most 4)")
+    parser.add_argument("--data_parallel_size", type=int, default=1, help="servers, from --port on")
+    vllm = parser.add_argument_group("vLLM", "as of vLLM's own server; other engines refuse them")
+    vllm.add_argument("--tensor_parallel_size", type=int, help="GPUs that share the model (1)")
+    vllm.add_argument("--gpu_memory_utilization", type=float, help="share of a GPU to take (0.9)")
+    vllm.add_argument("--quantization", help="of the weights as they are loaded: fp8, fp8_per_block, ...")
+    vllm.add_argument("--engine_args", default="{}", help="more of its arguments, as JSON")
     args = parser.parse_args(arguments)
+    try:
+        args.engine_args = engine_arguments(args)
+    except ValueError as error:
+        parser.error(str(error))
     minimums = {
         "max_num_seqs": 1,
         "max_queue": 1,
         "max_sessions": 1,
         "session_seconds": 1,
         "max_model_len": 2,
+        "data_parallel_size": 1,
+        "tensor_parallel_size": 1,
     }
     for name, minimum in minimums.items():
         value = getattr(args, name)
         if value is not None and value < minimum:
             parser.error(f"--{name} is {value}; expected {minimum} or more")
+    share = args.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        parser.error(f"--gpu_memory_utilization is {share}; expected more than 0 and at most 1")
     token = os.environ.get(args.api_key_var) if args.api_key_var else None
     if args.api_key_var and not token:
         parser.error(f"the environment has no {args.api_key_var}; expected the token that clients need")
@@ -63,6 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         folder = model_folder(args.model)
+        if args.data_parallel_size > 1:
+            sys.exit(run_replicas(_replicas(args, arguments)))
         settings = run_settings(folder)
         listener = open_socket(args.host, args.port)
         with listener:
@@ -72,6 +94,53 @@ def main(arguments: list[str] | None = None) -> None:
         status = COULD_NOT_RUN
     if status:
         sys.exit(status)
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine that have no key in `rollout`.
+
+    Raises ValueError if --engine_args is no JSON object.
+    """
+    try:
+        more = json.loads(args.engine_args)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine_args: found {args.engine_args!r} ({error}); expected JSON") from None
+    if not isinstance(more, dict):
+        example = '{"seed": 1}'
+        raise ValueError(f"--engine_args: found {args.engine_args!r}; expected an object, as '{example}'")
+    return more if args.quantization is None else {"quantization": args.quantization, **more}
+
+
+def _replicas(args: argparse.Namespace, arguments: list[str] | None) -> list[Replica]:
+    given = sys.argv[1:] if arguments is None else arguments
+    gpus_of_each = args.tensor_parallel_size or 1
+    return replicas_of(given, args.port, args.data_parallel_size, gpus_of_each, visible_gpu_names())
+
+
+def rollout_block(args: argparse.Namespace, device: torch.device) -> Rollout:
+    """Return the block of the configuration that describes the server's engine.
+
+    Raises ValueError if flags of vLLM are given to another engine.
+    """
+    from verl.config.policy import Rollout, Vllm
+    from verl.workers.rollout.build import engine_name
+
+    rollout = Rollout(
+        name=args.engine,
+        placement="apart",
+        max_num_seqs=args.max_num_seqs,
+        kv_cache_gb=args.kv_cache_gb,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_model_parallel_size=args.tensor_parallel_size or 1,
+        vllm=Vllm(engine_args=args.engine_args),
+    )
+    name = engine_name(rollout, device)
+    flags = {"tensor_parallel_size": args.tensor_parallel_size, "quantization": args.quantization}
+    flags |= {"engine_args": args.engine_args}
+    given = [flag for flag, value in flags.items() if value]
+    if name != "vllm" and given:
+        raise ValueError(f"--{given[0]} is for vLLM: found the engine {name}; expected --engine vllm")
+    return rollout
 
 
 def model_folder(model: str) -> Path:
@@ -104,7 +173,7 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Sessions, Shapes]:
     import torch
 
     from verl.agent.trajectory import generation_eos_ids
-    from verl.config.policy import Policy, Rollout
+    from verl.config.policy import Policy
     from verl.inference.chat import ChatCodec
     from verl.inference.engine_thread import EngineThread
     from verl.inference.sessions import Sessions
@@ -114,13 +183,20 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Sessions, Shapes]:
     from verl.utils.model_folders import check_model_is_whole
     from verl.utils.safetensors_file import read_weights, shapes_in
     from verl.workers.engine.loading import DTYPES, load_hf_config
-    from verl.workers.rollout.build import EngineRequest, build_rollout_engine
+    from verl.workers.rollout.build import EngineRequest, build_rollout_engine, devices_per_engine
 
     device = torch.device(get_device_name())
     check_model_is_whole(folder)
     shapes = shapes_in(folder)
     model = Policy(path=str(folder))
-    text_config = load_hf_config({"path": str(folder)}).get_text_config()
+    hf_config = load_hf_config({"path": str(folder)})
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"--model: found quantized weights at {folder}, which can't be replaced by a trainer's; expected "
+            "those of the model that was trained (--quantization fp8 quantizes them), or serve them with "
+            "vLLM's own server"
+        )
+    text_config = hf_config.get_text_config()
     if text_config.tie_word_embeddings:
         shapes.pop(TIED_HEAD, None)
     length = args.max_model_len or text_config.max_position_embeddings
@@ -128,8 +204,10 @@ def load(args: argparse.Namespace, folder: Path) -> tuple[Sessions, Shapes]:
     check_token_ids(tokenizer, text_config.vocab_size, str(folder))
     codec = ChatCodec(tokenizer, length, generation_eos_ids(str(folder)))
     dtype = DTYPES.get(args.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    rollout = Rollout(name=args.engine, max_num_seqs=args.max_num_seqs, kv_cache_gb=args.kv_cache_gb)
-    engine = build_rollout_engine(rollout, model, EngineRequest(device, dtype, length, args.max_num_seqs))
+    rollout = rollout_block(args, device)
+    num_devices = devices_per_engine(rollout, model, device)
+    request = EngineRequest(device, dtype, length, args.max_num_seqs, tensor_parallel_size=num_devices)
+    engine = build_rollout_engine(rollout, model, request)
     engine.load_weights(read_weights(folder), 0)
     thread = EngineThread(engine, args.max_queue)
     return Sessions(thread, codec, args.max_sessions, args.session_seconds), shapes
