@@ -1,252 +1,309 @@
-"""scripts/slurm on namespaces as nodes, with stand-ins for SLURM's commands."""
+"""scripts/slurm on a real SLURM of three nodes, which are namespaces of this machine.
+
+Jobs are submitted at a login node. Those that do not train have a small program in the place of the trainer,
+and SLURM runs them side by side.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from namespace_nodes import REPOSITORY, changed_environment, missing
+from namespace_nodes import REPOSITORY
+from slurm_cluster import COMPUTE_NODES, GPUS_PER_NODE, SlurmCluster, SlurmJob, wait_until
 
 from data_prep.microworld import write_world
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.ray,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
-STAND_INS = Path(__file__).parent / "slurm_standins"
-FROM_OUTSIDE = ("BASE_MODEL", "SEED", "RETRIEVER_URL", "RAY_ADDRESS", "LOG_DIR", "CONDA_PREFIX")
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+ELSEWHERE = {"RETRIEVAL_NODES": "0", "RETRIEVER_URL": "http://elsewhere:8000/retrieve"}
+SHARED = "--oversubscribe"  # takes back the --exclusive of train.sbatch
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory) -> Path:
-    """A folder that all nodes see, with a small world in it."""
-    folder = tmp_path_factory.mktemp("shared")
-    write_world(7, folder / "world", num_train=64, num_test=20, num_3hop=4)
+def world(slurm: SlurmCluster) -> Path:
+    """A small world in a folder that all nodes see."""
+    folder = slurm.folder / "world"
+    write_world(7, folder, num_train=64, num_test=20, num_3hop=4)
     return folder
 
 
-class Submitted:
-    """A job: `finish()` gives its status and what it wrote."""
-
-    def __init__(
-        self, shared: Path, name: str, script: str, *arguments: str, flags=(), **variables: str
-    ) -> None:
-        self.folder = shared / name
-        self.folder.mkdir()
-        self.logs = self.folder / "logs"
-        changes: dict[str, str | None] = dict.fromkeys(FROM_OUTSIDE)
-        changes |= {
-            "PATH": os.pathsep.join([str(STAND_INS), str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "VIRTUAL_ENV": sys.prefix,
-            "SLURM_STANDIN_SHARED": str(shared),
-            "DATA_DIR": str(shared / "world"),
-            "LOG_DIR": str(self.logs),
-            "EXPERIMENT_NAME": f"test-slurm-{name}",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **variables,
-        }
-        self._output = self.folder / "job.log"
-        command = [
-            "sbatch",
-            "--wait",
-            f"--output={self._output}",
-            *flags,
-            f"scripts/slurm/{script}",
-            *arguments,
-        ]
-        self._process = subprocess.Popen(command, cwd=REPOSITORY, env=changed_environment(changes), text=True)
-
-    def finish(self) -> tuple[int, str]:
-        status = self._process.wait(timeout=480)
-        return status, self._output.read_text()
-
-    def stop(self) -> None:
-        self._process.kill()  # its nodes end with it
-        self._process.wait()
-
-
 @pytest.fixture(scope="module")
-def submit(shared) -> Iterator:
-    jobs: list[Submitted] = []
+def submit(slurm: SlurmCluster, world: Path) -> Iterator[Callable[..., SlurmJob]]:
+    """Submit a script with the small world as its data; the job's folder of runs is removed in the end."""
 
-    def start(name: str, script: str, *arguments: str, flags=(), **variables: str) -> Submitted:
-        jobs.append(Submitted(shared, name, script, *arguments, flags=flags, **variables))
-        return jobs[-1]
+    def start(name: str, *arguments: str, **variables: str | None) -> SlurmJob:
+        return slurm.submit(name, *arguments, **{"DATA_DIR": str(world), **variables})
 
     yield start
-    for job in jobs:
-        job.stop()
+    for job in slurm.jobs:
         shutil.rmtree(REPOSITORY / "verl_checkpoints" / f"test-slurm-{job.folder.name}", ignore_errors=True)
 
 
-def test_the_smoke_job_trains_on_two_nodes_and_searches_on_a_third(submit, shared):
-    run_dir = shared / "smoke-run"
-    status, output = submit(
-        "smoke",
-        "smoke.sbatch",
-        f"trainer.default_local_dir={run_dir}",
-        http_proxy="http://10.77.0.99:3128",  # nobody is there: what goes by it is lost
-        NO_PROXY="elsewhere",
-    ).finish()
-    assert status == 0, output
-    for line in (
-        "job 1: training on: node1 node2; retrieval on: node3",
-        "retrieval server ready: http://node3:8000/retrieve",
-        "Ray cluster ready: 2 nodes at 10.77.0.1:6379",
-        "training has ended well",
-    ):
-        assert line in output
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps if "env/number_of_valid_search" in step] == [1, 2]
-    assert sum(step.get("env/number_of_valid_search", 0) for step in steps) > 0
-    assert (run_dir / "global_step_2").is_dir()
-    expected = {"doctor.log", "training.log", "ray-node1.log", "ray-node2.log", "retrieval-node3.log"}
-    assert {path.name for path in (shared / "smoke" / "logs").glob("*.log")} == expected | {"ray-waiting.log"}
-
-
-TRAINING = """
-echo "proxies: $NO_PROXY $no_proxy"
-if [ "$SLURM_RESTART_COUNT" = 1 ]; then
-    echo "resumed from $(cat "$STATE"): nothing to learn here"
-    exit 7
-fi
-trap 'echo checkpoint >"$STATE"; exit 3' USR1
-scancel --batch --signal=USR1 "$SLURM_JOB_ID"
-while :; do sleep 0.1; done
-"""
-
-
-def test_a_run_that_is_asked_to_stop_goes_back_into_the_queue_and_the_job_has_the_status_of_training(
-    submit, shared
-):
-    (shared / "training.sh").write_text(TRAINING)
-    job = submit(
-        "requeue",
-        "train.sbatch",
-        flags=["--nodes=1", "--gpus-per-node=0"],
-        TRAIN_COMMAND=f"bash {shared}/training.sh",
-        RETRIEVAL_NODES="0",
-        RETRIEVER_URL="http://elsewhere:8000/retrieve",
-        STATE=str(shared / "state"),
-        REQUEUE="1",
-        DOCTOR="0",
-    )
-    status, output = job.finish()
-    assert status == 7, output
-    told, requeued, ended = (
-        output.index(line)
-        for line in (
-            "the run is asked to write a checkpoint and stop",
-            "the job goes back into the queue",
-            "error: training ended with status 7",
-        )
-    )
-    assert told < requeued < ended
-    assert "resumed from checkpoint: nothing to learn here" in output[ended:]
-    assert (
-        "proxies: node1,localhost,127.0.0.1 node1,localhost,127.0.0.1"
-        in (job.logs / "training.log").read_text()
-    )
-
-
-SERVER_THAT_CAN_BE_ENDED = """#!/bin/sh
-if [ "$2" != search_r1.search.server ] || [ -e {ended} ]; then exec {python} "$@"; fi
-{python} "$@" &
-until [ -e {ended} ]; do sleep 0.1; done
-kill $!
-"""
-ENDS_THE_SERVER_AND_WAITS = """
-echo "the key is $A_KEY"
-touch {ended}
-until grep -q "has ended; it is started again" {output}; do sleep 0.1; done
-"""
-
-
 @pytest.fixture(scope="module")
-def jobs(submit, shared) -> dict[str, Submitted]:
-    """Several at once: each waits most of its time."""
-    files = {"ended": shared / "ended", "output": shared / "again" / "job.log"}
-    python = shared / "env" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(SERVER_THAT_CAN_BE_ENDED.format(python=sys.executable, **files))
-    python.chmod(0o755)
-    (shared / "ends.sh").write_text(ENDS_THE_SERVER_AND_WAITS.format(**files))
-    ends = {"RETRIEVAL_ENV": f"{shared}/env", "TRAIN_COMMAND": f"bash {shared}/ends.sh", "DOCTOR": "0"}
-    (shared / "setup.sh").write_text(f"A_KEY=kept; hostname >>{shared}/set-up")
-    ends["JOB_SETUP"] = f"{shared}/setup.sh"
-    flags = ["--gpus-per-node=0"]
-    cut_off = {"SLURM_STANDIN_CUT_OFF": "node3", "RETRIEVAL_TIMEOUT": "4"}
+def jobs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, SlurmJob]:
+    """Submit all jobs that do not train."""
+    folder = slurm.folder
+    notes = {}
+    for name in ("site", "smoke-gpu"):
+        (folder / f"{name}.sh").write_text(f'printf "%s\\n" "$@" >{folder}/{name}.noted')
+        notes[name] = {"TRAIN_COMMAND": f"bash {folder}/{name}.sh", "DOCTOR": "0", **ELSEWHERE}
+    site = {"SBATCH_GPUS_PER_NODE": "1", "SBATCH_TIMELIMIT": "1:00:00", "SBATCH_PARTITION": "all"}
+    model = "actor_rollout_ref.model.path=/models/7b"
+    no_gpus = ["--gpus-per-node=0", SHARED]
+    no_corpus = {"RETRIEVAL_ARGS": "--corpus_path /no/c.jsonl"}
     return {
-        "again": submit("again", "train.sbatch", flags=[*flags, "--nodes=2"], **ends),
-        "broken": submit("broken", "train.sbatch", flags=flags, SLURM_STANDIN_BROKEN="node2"),
-        "far": submit("far", "train.sbatch", flags=flags, **cut_off),
-        "corpus": submit("corpus", "train.sbatch", flags=flags, RETRIEVAL_ARGS="--corpus_path /no/c.jsonl"),
+        "too few": submit("too-few", "train.sbatch", flags=no_gpus, RETRIEVAL_NODES="4"),
+        "no server": submit("no-server", "train.sbatch", flags=no_gpus, RETRIEVAL_NODES="0"),
+        "site": submit("site", "train.sbatch", flags=["--nodes=1", SHARED], **site, **notes["site"]),
+        "smoke-gpu": submit(
+            "smoke-gpu",
+            "smoke.sbatch",
+            model,
+            flags=["--nodes=1", f"--gpus-per-node={GPUS_PER_NODE}"],
+            SMOKE="gpu",
+            **notes["smoke-gpu"],
+        ),
+        "corpus": submit("corpus", "train.sbatch", flags=[*no_gpus, "--nodes=1"], **no_corpus),
+        "slow": submit("slow", "train.sbatch", flags=[*no_gpus, "--nodes=1"], RETRIEVAL_TIMEOUT="0"),
     }
 
 
-def test_a_server_that_ends_during_training_is_started_again_on_nodes_that_were_set_up(jobs, shared):
-    status, output = jobs["again"].finish()
-    assert status == 0, output
-    assert "the retrieval server on node2 has ended; it is started again" in output
-    assert "the key is kept" in (jobs["again"].logs / "training.log").read_text()
-    assert {"node1", "node2"} <= set((shared / "set-up").read_text().split())
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too few", "RETRIEVAL_NODES=4, but the job has 3 nodes"),
+        ("no server", "RETRIEVAL_NODES=0 needs RETRIEVER_URL="),
+    ],
+)
+def test_a_job_that_can_not_work_is_refused_at_once(jobs, name, message):
+    job = jobs[name]
+    assert job.wait_for_end(60) == "FAILED" and job.exit_status() == 2
+    assert message in job.output()
 
 
-def test_a_smoke_job_on_gpus_has_what_the_real_job_has_but_for_its_size(submit, shared):
-    """Its training is a program that notes what it is given."""
-    (shared / "notes.sh").write_text(f'printf "%s\\n" "$@" >{shared}/noted')
-    flags = ["--nodes=1"]
-    model = "actor_rollout_ref.model.path=/models/7b"
-    variables = {"TRAIN_COMMAND": f"bash {shared}/notes.sh", "DOCTOR": "0", "RETRIEVAL_NODES": "0"}
-    variables |= {"SMOKE": "gpu", "RETRIEVER_URL": "http://elsewhere:8000/retrieve"}
-    status, output = submit("smoke-gpu", "smoke.sbatch", model, flags=flags, **variables).finish()
-    assert status == 0, output
-    noted = (shared / "noted").read_text().split()
-    assert model in noted and "trainer.total_training_steps=2" in noted
+def test_a_sites_own_gpus_time_and_partition_come_from_variables(jobs, slurm):
+    """The file asks for eight GPUs a node and 24 hours."""
+    job = jobs["site"]
+    assert job.wait_for_end(60) == "COMPLETED", job.describe()
+    assert "training has ended well" in job.output()
+    assert job.properties()["TimeLimit"] == "01:00:00"
+    noted = (slurm.folder / "site.noted").read_text().split()
+    assert "trainer.n_gpus_per_node=1" in noted
+
+
+def test_a_smoke_job_on_gpus_has_what_the_real_job_has_but_for_its_size(jobs, slurm):
+    job = jobs["smoke-gpu"]
+    assert job.wait_for_end(60) == "COMPLETED", job.describe()
+    noted = (slurm.folder / "smoke-gpu.noted").read_text().split()
+    assert "actor_rollout_ref.model.path=/models/7b" in noted and "trainer.total_training_steps=2" in noted
+    assert f"trainer.n_gpus_per_node={GPUS_PER_NODE}" in noted
     assert not any(word.startswith(("trainer.device", "trainer.backend")) for word in noted)
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "in_log"),
+    ("name", "message", "in_log"),
     [
-        ("broken", "Ray did not start on node2", "Task launch for StepId=1.0 failed on node node2"),
-        ("far", "the retrieval server on node3 is not healthy after 4 s: no answer", ""),
-        ("corpus", "the retrieval server on node3 has ended", "there is no file /no/c.jsonl"),
+        ("slow", "is not healthy after 0 s", ""),
+        ("corpus", "has ended.", "there is no file /no/c.jsonl"),
     ],
 )
-def test_a_part_that_does_not_start_ends_the_job_with_its_log(jobs, name, said, in_log):
-    status, output = jobs[name].finish()
-    assert status == 1, output
-    message, end_of_log = output.split(said)
-    assert message.endswith("error: ") and in_log in end_of_log
-    assert "training:" not in output
+def test_a_part_that_does_not_start_ends_the_job_with_its_log(jobs, name, message, in_log):
+    job = jobs[name]
+    assert job.wait_for_end(120) == "FAILED" and job.exit_status() == 1, job.describe()
+    _, error, end_of_log = job.output().partition("error: ")
+    assert error and message in end_of_log and in_log in end_of_log
+    assert "training:" not in job.output()
 
 
-def test_a_sites_own_gpus_time_and_partition_come_from_variables(submit, shared):
-    """The file asks for eight GPUs a node: here there are none."""
-    variables = {"SBATCH_GPUS_PER_NODE": "0", "SBATCH_TIMELIMIT": "1:00:00", "SBATCH_PARTITION": "small"}
-    variables |= {"RETRIEVAL_NODES": "0", "RETRIEVER_URL": "http://elsewhere:8000/retrieve", "DOCTOR": "0"}
-    job = submit("site", "train.sbatch", flags=["--nodes=1"], TRAIN_COMMAND="echo trained", **variables)
-    status, output = job.finish()
-    assert status == 0 and "training has ended well" in output, output
+def test_waiting_jobs_are_told_why_and_what_to_do(slurm: SlurmCluster):
+    def waits(*flags: str) -> str:
+        return slurm.command(
+            ["sbatch", "--parsable", "--output=/dev/null", *flags, "--wrap=sleep 600"]
+        ).strip()
+
+    # Jobs without GPUs are not in their way, nor they in that of others.
+    running = waits("--nodes=3", f"--gpus-per-node={GPUS_PER_NODE}", "--ntasks-per-node=1")
+    jobs = {
+        "Resources": (waits("--gpus-per-node=1"), "nodes are busy: ask for fewer"),
+        "Priority": (waits("--gpus-per-node=1"), "others are before it"),
+        "JobHeldUser": (waits("--hold"), "it is held: scontrol release"),
+        "BeginTime": (waits("--begin=now+1hour"), "it was put off"),
+        "Dependency": (waits(f"--dependency=afterok:{running}"), "it waits for another job"),
+        "PartitionTimeLimit": (waits("--time=2-00:00:00"), "compare --nodes and --time with sinfo"),
+    }
+    told: dict[str, str] = {}
+
+    def has_reasons() -> bool:
+        lines = slurm.command(
+            ["bash", "scripts/slurm/pending.sh", running, *(job_id for job_id, _ in jobs.values())]
+        )
+        told.update((line.split()[1].rstrip(":"), line) for line in lines.splitlines())
+        return all(f"waits: {reason};" in told.get(job_id, "") for reason, (job_id, _) in jobs.items())
+
+    try:
+        wait_until(has_reasons, 60, lambda: str(told))
+    finally:
+        slurm.command(["scancel", running, *(job_id for job_id, _ in jobs.values())])
+    assert f"job {running}: RUNNING on all, it does not wait" in told.values()
+    for job_id, advice in jobs.values():
+        assert advice in told[job_id]
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        ("4", "RETRIEVAL_NODES=4, but the job has 3 nodes"),
-        ("0", "RETRIEVAL_NODES=0 needs RETRIEVER_URL="),
-    ],
-)
-def test_a_job_that_can_not_work_is_refused_at_once(submit, number, said):
-    flags = ["--gpus-per-node=0"]
-    status, output = submit(f"refused-{number}", "train.sbatch", flags=flags, RETRIEVAL_NODES=number).finish()
-    assert status == 2 and said in output, output
+SMALL = """
+    trainer.device=cpu data.train_batch_size=4 data.val_data_num=4 data.extra_val_files=null
+    actor_rollout_ref.actor.ppo_mini_batch_size={rows} critic.ppo_mini_batch_size={rows}
+    actor_rollout_ref.rollout.n_agent={answers} trainer.val_before_train=false trainer.val_modes=[greedy]
+    trainer.test_freq=-1 trainer.save_freq=1
+"""
+PPO = [*SMALL.format(rows=4, answers=1).split(), "trainer.total_training_steps=4"]
+GRPO = [
+    *SMALL.format(rows=8, answers=2).split(),
+    "trainer.total_training_steps=10000",
+    "trainer.max_restarts=3",
+]
+
+
+@pytest.fixture(scope="module")
+def smoke(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> SlurmJob:
+    """Submit the smoke job where nothing but SLURM is known: a file says where the environment is."""
+    setup = f"""
+        VIRTUAL_ENV={sys.prefix} PATH={Path(sys.executable).parent}:$PATH
+        hostname >>{slurm.folder}/set-up
+        http_proxy=http://10.77.0.99:3128    # nobody is there: what goes by it is lost
+    """
+    (slurm.folder / "setup.sh").write_text(setup)
+    variables = {"JOB_SETUP": f"{slurm.folder}/setup.sh", "VIRTUAL_ENV": None, "PATH": "/usr/bin:/bin"}
+    run_dir = slurm.folder / "smoke" / "run"
+    override = f"trainer.default_local_dir={run_dir}"
+    return submit("smoke", "smoke.sbatch", override, DATA_DIR=None, NO_PROXY="elsewhere", **variables)
+
+
+@pytest.fixture(scope="module")
+def stopped(submit: Callable[..., SlurmJob], smoke: SlurmJob, slurm: SlurmCluster) -> SlurmJob:
+    """Submit a job of PPO on a training node and a server's, on nodes that the smoke job has."""
+    return submit(
+        "stopped",
+        "train.sbatch",
+        *PPO,
+        f"trainer.default_local_dir={slurm.folder}/stopped/run",
+        flags=["--nodes=2", "--gpus-per-node=0", "--time=20", "--signal=B:USR1@120", SHARED],
+        TRAIN_COMMAND="bash train_ppo.sh",
+        REQUEUE="1",
+        DOCTOR="0",
+    )
+
+
+@pytest.fixture(scope="module")
+def serving(submit: Callable[..., SlurmJob]) -> SlurmJob:
+    """Submit a job that only serves."""
+    return submit("serving", "train.sbatch", flags=["--nodes=1", "--gpus-per-node=0", SHARED])
+
+
+def rows_of(run_dir: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_smoke_job_trains_on_two_nodes_and_searches_on_a_third(smoke, stopped, slurm):
+    assert smoke.wait_for_end(420) == "COMPLETED", smoke.describe()
+    port = 20000 + smoke.id
+    for line in (
+        f"job {smoke.id}: training on: node1 node2; retrieval on: node3",
+        f"retrieval server ready: http://node3:{port}/retrieve",
+        f"Ray cluster ready: 2 nodes at 10.77.0.1:{25000 + smoke.id}",
+        "training has ended well",
+    ):
+        assert line in smoke.output()
+    rows = rows_of(smoke.folder / "run")
+    assert [row["step"] for row in rows if "env/number_of_valid_search" in row] == [1, 2]
+    assert sum(row.get("env/number_of_valid_search", 0) for row in rows) > 0
+    assert (smoke.folder / "run" / "global_step_2").is_dir()
+    parts = {"doctor.log", "training.log", "ray-node1.log", "ray-node2.log", "retrieval-node3.log"}
+    assert {path.name for path in smoke.logs.glob("*.log")} == parts | {"ray-waiting.log"}
+    assert set((slurm.folder / "set-up").read_text().split()) == set(COMPUTE_NODES)
+
+
+def test_a_job_goes_back_into_the_queue_before_its_time_limit_and_ends_as_one_that_was_never_stopped(
+    submit, serving, stopped, slurm
+):
+    stopped.wait_for(lambda: (stopped.folder / "run" / "global_step_1").is_dir(), 300)
+    (trainer,) = stopped.processes("verl.trainer.main_ppo")
+    trainer.send_signal(signal.SIGSTOP)  # so that it has not ended when SLURM comes to look, twice a minute
+    limit = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 150))
+    slurm.command(["scontrol", "update", f"JobId={stopped.id}", f"EndTime={limit}"])
+    _, url = serving.wait_for_line("serving: RETRIEVER_URL=(.+)", 120)
+    never_stopped = submit(
+        "never-stopped",
+        "train.sbatch",
+        *PPO,
+        f"trainer.default_local_dir={slurm.folder}/never-stopped/run",
+        flags=["--nodes=1", "--gpus-per-node=0", SHARED],
+        TRAIN_COMMAND="bash train_ppo.sh",
+        RETRIEVAL_NODES="0",
+        RETRIEVER_URL=url,
+        DOCTOR="0",
+    )
+    stopped.wait_for_line("SIGUSR1, as before the time limit", 90)
+    trainer.send_signal(signal.SIGCONT)
+    stopped.wait_for_line("the job goes back into the queue", 90)
+    assert stopped.wait_for_end(300) == "COMPLETED", stopped.describe()
+    assert stopped.properties()["Restarts"] == "1"
+    assert never_stopped.wait_for_end(300) == "COMPLETED", never_stopped.describe()
+    rows, expected = (rows_of(job.folder / "run") for job in (stopped, never_stopped))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, expected_row in zip(rows, expected, strict=True):
+        names = [name for name in expected_row if name.startswith(("actor/", "critic/", "response_length/"))]
+        assert names or not row["step"]
+        assert {name: row[name] for name in names} == {name: expected_row[name] for name in names}
+    serving.cancel()
+    assert serving.wait_for_end(30) == "CANCELLED"
+
+
+def test_a_lost_node_and_a_dead_server_are_mended_and_a_job_that_is_cancelled_leaves_nothing(submit, slurm):
+    run_dir = slurm.folder / "lost" / "run"
+    impatient = {"RAY_health_check_failure_threshold": "3", "RAY_health_check_timeout_ms": "2000"}
+    job = submit(
+        "lost",
+        "train.sbatch",
+        *GRPO,
+        f"trainer.default_local_dir={run_dir}",
+        flags=["--gpus-per-node=0", SHARED],
+        DOCTOR="0",
+        **impatient,
+    )
+    job.wait_for(lambda: (run_dir / "global_step_1").is_dir(), 300)
+    (server,) = job.processes("search_r1.search.server")
+    server.kill()
+    job.wait_for_line("the retrieval server on node3 has ended; it is started again", 60)
+    slurm.nodes["node2"].cut_off()
+    job.wait_for_line("trainer-1 on node node2 .*its node is lost", 60, log="training.log")
+    slurm.nodes["node2"].reconnect()
+    job.wait_for_line("restart 1 of 3", 120, log="training.log")
+    (record,) = map(json.loads, (run_dir / "restarts.jsonl").read_text().splitlines())
+    following = run_dir / f"global_step_{record['from_step'] + 1}"
+    job.wait_for(following.is_dir, 200)
+    job.cancel()
+    begun = time.monotonic()
+    assert job.wait_for_end(60) == "CANCELLED"
+    wait_until(lambda: not slurm.processes_of_jobs(), 60, lambda: str(slurm.processes_of_jobs()))
+    assert time.monotonic() - begun < 25
+    assert "SIGTERM: everything is ended" in job.output() and "logs: " in job.output()
+    assert "is killed" not in job.output()
+
+
+def test_a_node_without_its_daemon_ends_the_job_with_its_name(submit, slurm):
+    slurm.stop_slurmd("node2")
+    flags = ["--nodelist=node1,node2", "--nodes=2", "--gpus-per-node=0"]
+    try:
+        job = submit("broken", "train.sbatch", flags=flags, **ELSEWHERE)
+        assert job.wait_for_end(120) == "FAILED" and job.exit_status() == 1, job.describe()
+    finally:
+        slurm.start_slurmd("node2")
+    assert "error: Ray did not start on node2. The end of" in job.output()
+    assert "failed on node node2" in job.output()

@@ -22,14 +22,17 @@ Each restart and each rewind is a line in `<run folder>/restarts.jsonl`; `traine
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from verl.checkpoints.file_names import RESTARTS_FILE
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 RECOVERABLE = (WorkerDiedError, EngineUnavailable)
 # A run that fails so often without a new checkpoint in between fails for ever.
 MOST_FAILURES_FROM_ONE_STEP = 3
+_SECONDS_TO_END = 10.0  # after SIGTERM; SLURM kills a job 30 seconds after it, unless KillWait says otherwise
 
 
 def run_program(
@@ -75,7 +79,7 @@ def run_program(
         The exit status. A user's mistake (2) and a run that ends before its time (3) print one line on
         stderr.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is ended
+    signal.signal(signal.SIGTERM, _end_everything)
     stop_request = (stop_request or StopRequest()).listen()
     with ExitStack() as closing:
         try:
@@ -100,6 +104,26 @@ def run_program(
             print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)
             return 130
     return 0
+
+
+def _end_everything(number: int, frame: FrameType | None) -> None:
+    """End the program on SIGTERM: what it has started first, but within seconds.
+
+    A scheduler sends the signal to all processes of a job. Ray's may be gone before this one asks them to end
+    its workers, and would be waited for. A second signal does not break off what the first one has begun.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    timer = threading.Timer(_SECONDS_TO_END, _end_at_once, [128 + number])
+    timer.daemon = True
+    timer.start()
+    sys.exit(128 + number)
+
+
+def _end_at_once(status: int) -> None:
+    """End the program although something of it does not end. Ray ends the workers of a lost driver."""
+    sys.stdout.flush()
+    os.write(2, f"ended at once: the run was not over {_SECONDS_TO_END:g} s after SIGTERM\n".encode())
+    os._exit(status)
 
 
 class RestartingRun:
