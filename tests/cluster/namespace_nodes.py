@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -261,6 +261,17 @@ class NamespaceNodes:
                 raise RuntimeError(holder.stderr.read().strip() or f"unshare {' '.join(flags)} failed")
         (child,) = psutil.Process(holder.pid).children()
         return child.pid
+
+
+def wait_until(condition: Callable[[], object], process: NodeProcess, timeout_seconds: float) -> None:
+    """Wait until `condition` holds. RuntimeError if it does not in time, or if the process ends before."""
+    started = time.monotonic()
+    while not condition():
+        late = time.monotonic() - started > timeout_seconds
+        if process.poll() is not None or late:
+            what = f"not within {timeout_seconds:.0f} s" if late else f"ended with {process.returncode}"
+            raise RuntimeError(f"{what}; the log ends:\n{process.output()[-5000:]}")
+        time.sleep(0.05)
 
 
 def enter_command(pid: int, command: Sequence[str | Path], cwd: str | Path) -> list[str]:

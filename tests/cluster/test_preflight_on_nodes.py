@@ -15,8 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from namespace_nodes import REPOSITORY, NamespaceNodes, missing
-from two_nodes import wait_until
+from namespace_nodes import REPOSITORY, NamespaceNodes, missing, wait_until
 
 from data_prep.microworld import write_world
 

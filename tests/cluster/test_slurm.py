@@ -20,7 +20,7 @@ from slurm_cluster import COMPUTE_NODES, GPUS_PER_NODE, SlurmCluster, SlurmJob, 
 
 from data_prep.microworld import write_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 ELSEWHERE = {"RETRIEVAL_NODES": "0", "RETRIEVER_URL": "http://elsewhere:8000/retrieve"}
 SHARED = "--oversubscribe"  # takes back the --exclusive of train.sbatch
 
@@ -211,7 +211,7 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_the_smoke_job_trains_on_two_nodes_and_searches_on_a_third(smoke, stopped, slurm):
-    assert smoke.wait_for_end(420) == "COMPLETED", smoke.describe()
+    assert smoke.wait_for_end(600) == "COMPLETED", smoke.describe()
     port = 20000 + smoke.id
     for line in (
         f"job {smoke.id}: training on: node1 node2; retrieval on: node3",
@@ -232,7 +232,7 @@ def test_the_smoke_job_trains_on_two_nodes_and_searches_on_a_third(smoke, stoppe
 def test_a_job_goes_back_into_the_queue_before_its_time_limit_and_ends_as_one_that_was_never_stopped(
     submit, serving, stopped, slurm
 ):
-    stopped.wait_for(lambda: (stopped.folder / "run" / "global_step_1").is_dir(), 300)
+    stopped.wait_for(lambda: (stopped.folder / "run" / "global_step_1").is_dir(), 600)
     (trainer,) = stopped.processes("verl.trainer.main_ppo")
     trainer.send_signal(signal.SIGSTOP)  # so that it has not ended when SLURM comes to look, twice a minute
     limit = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 150))
@@ -252,9 +252,9 @@ def test_a_job_goes_back_into_the_queue_before_its_time_limit_and_ends_as_one_th
     stopped.wait_for_line("SIGUSR1, as before the time limit", 90)
     trainer.send_signal(signal.SIGCONT)
     stopped.wait_for_line("the job goes back into the queue", 90)
-    assert stopped.wait_for_end(300) == "COMPLETED", stopped.describe()
+    assert stopped.wait_for_end(600) == "COMPLETED", stopped.describe()
     assert stopped.properties()["Restarts"] == "1"
-    assert never_stopped.wait_for_end(300) == "COMPLETED", never_stopped.describe()
+    assert never_stopped.wait_for_end(600) == "COMPLETED", never_stopped.describe()
     rows, expected = (rows_of(job.folder / "run") for job in (stopped, never_stopped))
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, expected_row in zip(rows, expected, strict=True):
@@ -277,17 +277,17 @@ def test_a_lost_node_and_a_dead_server_are_mended_and_a_job_that_is_cancelled_le
         DOCTOR="0",
         **impatient,
     )
-    job.wait_for(lambda: (run_dir / "global_step_1").is_dir(), 300)
+    job.wait_for(lambda: (run_dir / "global_step_1").is_dir(), 600)
     (server,) = job.processes("search_r1.search.server")
     server.kill()
     job.wait_for_line("the retrieval server on node3 has ended; it is started again", 60)
     slurm.nodes["node2"].cut_off()
     job.wait_for_line("trainer-1 on node node2 .*its node is lost", 60, log="training.log")
     slurm.nodes["node2"].reconnect()
-    job.wait_for_line("restart 1 of 3", 120, log="training.log")
+    job.wait_for_line("restart 1 of 3", 300, log="training.log")
     (record,) = map(json.loads, (run_dir / "restarts.jsonl").read_text().splitlines())
     following = run_dir / f"global_step_{record['from_step'] + 1}"
-    job.wait_for(following.is_dir, 200)
+    job.wait_for(following.is_dir, 600)
     job.cancel()
     begun = time.monotonic()
     assert job.wait_for_end(60) == "CANCELLED"
@@ -295,6 +295,24 @@ def test_a_lost_node_and_a_dead_server_are_mended_and_a_job_that_is_cancelled_le
     assert time.monotonic() - begun < 25
     assert "SIGTERM: everything is ended" in job.output() and "logs: " in job.output()
     assert "is killed" not in job.output()
+
+
+def test_a_job_that_slurm_takes_a_node_from_goes_back_into_the_queue(submit, slurm):
+    (slurm.folder / "waits.sh").write_text("exec sleep 600")
+    variables = {"TRAIN_COMMAND": f"bash {slurm.folder}/waits.sh", "REQUEUE": "1", "DOCTOR": "0"}
+    flags = ["--nodelist=node1,node2", "--nodes=2", "--gpus-per-node=0", SHARED]
+    job = submit("given-up", "train.sbatch", flags=flags, **variables, **ELSEWHERE)
+    job.wait_for_line("training: bash", 240)
+    slurm.command(["scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test"])
+    try:
+        job.wait_for_line("SLURM has taken node2 out of the job: the run is ended", 60)
+        job.wait_for_line("the job goes back into the queue", 60)
+        job.wait_for(lambda: job.state() == "PENDING", 60)
+        told = slurm.command(["bash", "scripts/slurm/pending.sh", str(job.id)])
+        assert "nodes are down or reserved" in told or "it was put off, as after a requeue" in told
+    finally:
+        job.cancel()
+        slurm.command(["scontrol", "update", "NodeName=node2", "State=RESUME"])
 
 
 def test_a_node_without_its_daemon_ends_the_job_with_its_name(submit, slurm):
