@@ -128,12 +128,16 @@ class SlurmCluster:
             self._daemons["slurmctld"] = self._start_daemon("node1", ["slurmctld", "-D"])
             for name in COMPUTE_NODES:
                 self.start_slurmd(name)
-            wait_until(self._is_idle, _SECONDS_TO_START, self._describe)
+            self.wait_until_idle()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def wait_until_idle(self) -> None:
+        """Wait until no node has a job, and all can have one."""
+        wait_until(self._is_idle, _SECONDS_TO_START, self._describe)
 
     def submit(
         self, name: str, script: str, *arguments: str, flags: Sequence[str] = (), **variables: str | None
