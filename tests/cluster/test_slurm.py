@@ -210,25 +210,6 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_smoke_job_trains_on_two_nodes_and_searches_on_a_third(smoke, stopped, slurm):
-    assert smoke.wait_for_end(600) == "COMPLETED", smoke.describe()
-    port = 20000 + smoke.id
-    for line in (
-        f"job {smoke.id}: training on: node1 node2; retrieval on: node3",
-        f"retrieval server ready: http://node3:{port}/retrieve",
-        f"Ray cluster ready: 2 nodes at 10.77.0.1:{25000 + smoke.id}",
-        "training has ended well",
-    ):
-        assert line in smoke.output()
-    rows = rows_of(smoke.folder / "run")
-    assert [row["step"] for row in rows if "env/number_of_valid_search" in row] == [1, 2]
-    assert sum(row.get("env/number_of_valid_search", 0) for row in rows) > 0
-    assert (smoke.folder / "run" / "global_step_2").is_dir()
-    parts = {"doctor.log", "training.log", "ray-node1.log", "ray-node2.log", "retrieval-node3.log"}
-    assert {path.name for path in smoke.logs.glob("*.log")} == parts | {"ray-waiting.log"}
-    assert set((slurm.folder / "set-up").read_text().split()) == set(COMPUTE_NODES)
-
-
 def test_a_job_goes_back_into_the_queue_before_its_time_limit_and_ends_as_one_that_was_never_stopped(
     submit, serving, stopped, slurm
 ):
@@ -263,6 +244,26 @@ def test_a_job_goes_back_into_the_queue_before_its_time_limit_and_ends_as_one_th
         assert {name: row[name] for name in names} == {name: expected_row[name] for name in names}
     serving.cancel()
     assert serving.wait_for_end(30) == "CANCELLED"
+
+
+def test_the_smoke_job_trains_on_two_nodes_and_searches_on_a_third(smoke, stopped, slurm):
+    assert smoke.wait_for_end(600) == "COMPLETED", smoke.describe()
+    port = 20000 + smoke.id
+    for line in (
+        f"job {smoke.id}: training on: node1 node2; retrieval on: node3",
+        f"retrieval server ready: http://node3:{port}/retrieve",
+        f"Ray cluster ready: 2 nodes at 10.77.0.1:{25000 + smoke.id}",
+        "training has ended well",
+    ):
+        assert line in smoke.output()
+    rows = rows_of(smoke.folder / "run")
+    assert [row["step"] for row in rows if "env/number_of_valid_search" in row] == [1, 2]
+    assert sum(row.get("env/number_of_valid_search", 0) for row in rows) > 0
+    assert (smoke.folder / "run" / "global_step_2").is_dir()
+    parts = {"doctor.log", "training.log", "ray-node1.log", "ray-node2.log", "retrieval-node3.log"}
+    assert {path.name for path in smoke.logs.glob("*.log")} == parts | {"ray-waiting.log"}
+    assert set((slurm.folder / "set-up").read_text().split()) == set(COMPUTE_NODES)
+    assert "training on: node1; retrieval on: node2" in stopped.output(), "two jobs share nodes"
 
 
 def test_a_lost_node_and_a_dead_server_are_mended_and_a_job_that_is_cancelled_leaves_nothing(submit, slurm):
@@ -306,7 +307,7 @@ def test_a_job_that_slurm_takes_a_node_from_goes_back_into_the_queue(submit, slu
     (slurm.folder / "waits.sh").write_text("exec sleep 600")
     variables = {"TRAIN_COMMAND": f"bash {slurm.folder}/waits.sh", "REQUEUE": "1", "DOCTOR": "0"}
     flags = ["--nodelist=node1,node2", "--nodes=2", "--gpus-per-node=0", SHARED]
-    job = submit("given-up", "train.sbatch", flags=flags, **variables, **ELSEWHERE)
+    job = submit("given-up", "train.sbatch", flags=flags, **variables)
     job.wait_for_line("training: bash", 240)
     slurm.command(["scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test"])
     try:

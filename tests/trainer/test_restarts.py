@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -17,8 +18,31 @@ from verl.config import Config, load_config, replace_values
 from verl.planning.placement import ResourcePoolManager
 from verl.sessions.engine_contract import EngineUnavailable
 from verl.single_controller.base import WorkerDiedError
+from verl.trainer import restarts
 from verl.trainer.command import Command
-from verl.trainer.restarts import RestartingRun
+from verl.trainer.restarts import RestartingRun, run_program
+
+
+def test_a_driver_that_cannot_end_after_sigterm_ends_all_the_same(monkeypatch):
+    ended = threading.Event()
+    statuses: list[int] = []
+    monkeypatch.setattr(restarts, "_SECONDS_TO_END", 0.01)
+    monkeypatch.setattr(os, "_exit", lambda status: (statuses.append(status), ended.set()))
+
+    def start(closing, stop_request):
+        closing.callback(ended.wait, 10)  # as for an answer of Ray's, which is gone
+        closing.callback(signal.raise_signal, signal.SIGTERM)  # a second one, which breaks nothing off
+        signal.raise_signal(signal.SIGTERM)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with pytest.raises(SystemExit):
+            run_program(start)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert statuses == [128 + signal.SIGTERM]
 
 
 def settings(run_dir, **values) -> Config:

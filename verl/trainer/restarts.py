@@ -73,13 +73,14 @@ def run_program(
     Args:
         start: starts everything that training needs, and puts the callbacks that end it on the stack. It
             returns the object that trains, or an exit status. It raises ValueError for a user's mistake.
-        stop_request: hears the signals that ask the run to stop; None for a new one.
+        stop_request: hears the signals that ask the run to stop; None for a new one, if this process is the
+            driver that was started as a command.
 
     Returns:
         The exit status. A user's mistake (2) and a run that ends before its time (3) print one line on
         stderr.
     """
-    signal.signal(signal.SIGTERM, _end_everything)
+    signal.signal(signal.SIGTERM, partial(_end_everything, is_driver=stop_request is None))
     stop_request = (stop_request or StopRequest()).listen()
     with ExitStack() as closing:
         try:
@@ -106,16 +107,17 @@ def run_program(
     return 0
 
 
-def _end_everything(number: int, frame: FrameType | None) -> None:
-    """End the program on SIGTERM: what it has started first, but within seconds.
+def _end_everything(number: int, frame: FrameType | None, is_driver: bool) -> None:
+    """End the program on SIGTERM: what it has started first, but a driver within seconds.
 
     A scheduler sends the signal to all processes of a job. Ray's may be gone before this one asks them to end
     its workers, and would be waited for. A second signal does not break off what the first one has begun.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    timer = threading.Timer(_SECONDS_TO_END, _end_at_once, [128 + number])
-    timer.daemon = True
-    timer.start()
+    if is_driver:
+        timer = threading.Timer(_SECONDS_TO_END, _end_at_once, [128 + number])
+        timer.daemon = True
+        timer.start()
     sys.exit(128 + number)
 
 
