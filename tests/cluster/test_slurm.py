@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from namespace_nodes import REPOSITORY
-from slurm_cluster import COMPUTE_NODES, GPUS_PER_NODE, SlurmCluster, SlurmJob, wait_until
+from slurm_cluster import COMPUTE_NODES, CPUS_PER_NODE, GPUS_PER_NODE, SlurmCluster, SlurmJob, wait_until
 
 from data_prep.microworld import write_world
 
@@ -51,9 +51,15 @@ def jobs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, Slur
     folder = slurm.folder
     notes = {}
     for name in ("site", "smoke-gpu"):
-        (folder / f"{name}.sh").write_text(f'printf "%s\\n" "$@" >{folder}/{name}.noted')
+        (folder / f"{name}.sh").write_text(f'printf "%s\\n" "$@" "key=$A_KEY" >{folder}/{name}.noted')
         notes[name] = {"TRAIN_COMMAND": f"bash {folder}/{name}.sh", "DOCTOR": "0", **ELSEWHERE}
-    site = {"SBATCH_GPUS_PER_NODE": "1", "SBATCH_TIMELIMIT": "1:00:00", "SBATCH_PARTITION": "all"}
+    (folder / "key.sh").write_text("A_KEY=kept")
+    site = {
+        "JOB_SETUP": f"{folder}/key.sh",
+        "SBATCH_GPUS_PER_NODE": "1",
+        "SBATCH_TIMELIMIT": "1:00:00",
+        "SBATCH_PARTITION": "all",
+    }
     model = "actor_rollout_ref.model.path=/models/7b"
     no_gpus = ["--gpus-per-node=0", SHARED]
     no_corpus = {"RETRIEVAL_ARGS": "--corpus_path /no/c.jsonl"}
@@ -94,7 +100,7 @@ def test_a_sites_own_gpus_time_and_partition_come_from_variables(jobs, slurm):
     assert "training has ended well" in job.output()
     assert job.properties()["TimeLimit"] == "01:00:00"
     noted = (slurm.folder / "site.noted").read_text().split()
-    assert "trainer.n_gpus_per_node=1" in noted
+    assert "trainer.n_gpus_per_node=1" in noted and "key=kept" in noted
 
 
 def test_a_smoke_job_on_gpus_has_what_the_real_job_has_but_for_its_size(jobs, slurm):
@@ -161,7 +167,7 @@ SMALL = """
     actor_rollout_ref.rollout.n_agent={answers} trainer.val_before_train=false trainer.val_modes=[greedy]
     trainer.test_freq=-1 trainer.save_freq=1
 """
-PPO = [*SMALL.format(rows=4, answers=1).split(), "trainer.total_training_steps=4"]
+PPO = [*SMALL.format(rows=4, answers=1).split(), "trainer.total_training_steps=4", "trainer.critic_warmup=0"]
 GRPO = [
     *SMALL.format(rows=8, answers=2).split(),
     "trainer.total_training_steps=10000",
@@ -322,10 +328,15 @@ def test_a_job_that_slurm_takes_a_node_from_goes_back_into_the_queue(submit, slu
 
 
 def test_a_node_without_its_daemon_ends_the_job_with_its_name(submit, slurm):
+    """Ray has all cores and GPUs of the other node, which the job has for itself."""
     slurm.stop_slurmd("node2")
-    flags = ["--nodelist=node1,node2", "--nodes=2", "--gpus-per-node=0"]
+    flags = ["--nodelist=node1,node2", "--nodes=2", f"--gpus-per-node={GPUS_PER_NODE}"]
     try:
         job = submit("broken", "train.sbatch", flags=flags, **ELSEWHERE)
+        job.wait_for(lambda: job.processes("verl.single_controller.ray.node"), 60)
+        (ray,) = job.processes("verl.single_controller.ray.node")
+        assert f"--num-cpus={CPUS_PER_NODE}" in ray.cmdline()
+        assert ray.environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
         job.wait_for_line("srun: Job step aborted", 120)
     finally:
         slurm.start_slurmd("node2")
