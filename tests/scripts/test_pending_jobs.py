@@ -1,4 +1,6 @@
-"""scripts/slurm/pending.sh, with a stand-in for squeue that prints what SLURM's prints in this format."""
+"""scripts/slurm/pending.sh, with a stand-in for squeue: SLURM has limits of a QOS only with accounting.
+
+tests/cluster/test_slurm.py has the reasons that a SLURM without it gives."""
 
 from __future__ import annotations
 
