@@ -102,12 +102,16 @@ is_tiny() {    # a model folder whose weights take less than 64 MB
     [ -f "$1/model.safetensors" ] && [ "$(wc -c <"$1/model.safetensors")" -lt 64000000 ]
 }
 
-model_label() {    # what a run of this model is called after: its folder, or the run that the folder is of
+model_label() {    # what a run of this model is called after: its name, its folder, or the run that the folder is of
     local path="$1"
     while [[ "$(basename "$path")" =~ ^(huggingface|actor|worker|global_step_[0-9]+)$ ]]; do
         path="$(dirname "$path")"
     done
-    basename "$path"
+    # The hub's cache: models--Qwen--Qwen2.5-3B/snapshots/<hash>.
+    [ "$(basename "$(dirname "$path")")" != snapshots ] || path="$(dirname "$(dirname "$path")")"
+    path="$(basename "$path")"
+    [[ "$path" != models--* ]] || path="${path##*--}"
+    echo "$path"
 }
 
 file_label() {    # a file of settings -> what a run is called after it: agent for configs/agent.yaml
@@ -179,6 +183,14 @@ rows_file() {    # train -> the file of these rows in DATA_DIR, train.parquet or
     fi
 }
 
+test_rows() {    # the name of the rows to validate on in DATA_DIR: test, or as others call them
+    local name
+    for name in test validation val dev; do
+        if rows_file "$name" >/dev/null; then echo "$name" && return; fi
+    done
+    echo test
+}
+
 check_rows() {    # names of rows that DATA_DIR must hold, such as train
     local rows
     for rows in "$@"; do
@@ -204,6 +216,20 @@ start_search() {    # run folder -> RETRIEVER_URL of a server on DATA_DIR's corp
     start_server "$DATA_DIR/corpus.jsonl" "$1/retrieval_server.log"
 }
 
+asks_retrieval() {    # what verl.preflight.servers says
+    [[ $'\n'"$1" == *$'\n'retrieval* ]]
+}
+
+answer_servers() {    # what verl.preflight.servers says -> the same for --servers, with DATA_DIR's corpus
+    local line
+    while IFS= read -r line; do
+        case "$line" in
+            retrieval*) if [ -f "$DATA_DIR/corpus.jsonl" ]; then echo "retrieval $DATA_DIR/corpus.jsonl"; else echo "$line"; fi ;;
+            code) echo code ;;
+        esac
+    done <<<"$1"
+}
+
 sft_overrides() {    # the arguments -> the rows, one setting a line
     local val_rows
     quoted data.train_files "$(rows_file sft_train || echo "$DATA_DIR/sft_train.parquet")" && echo
@@ -216,7 +242,7 @@ sft_overrides() {    # the arguments -> the rows, one setting a line
 rl_overrides() {    # the arguments -> the questions, one setting a line
     [ ! -f "$DATA_DIR/settings.yaml" ] || { echo "@$DATA_DIR/settings.yaml" && return; }
     quoted data.train_files "$(rows_file train || echo "$DATA_DIR/train.parquet")" && echo
-    quoted data.val_files "$(rows_file test || echo "$DATA_DIR/test.parquet")" && echo
+    quoted data.val_files "$(rows_file "$(test_rows)" || echo "$DATA_DIR/test.parquet")" && echo
     # rows of one's own are of another task
     [[ " $*" != *" data.train_files="* && " $*" != *" data.val_files="* ]] || return 0
     [ ! -f "$DATA_DIR/test_3hop.parquet" ] || { quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet" && echo; }
@@ -236,16 +262,17 @@ more_extras() {    # the overrides of a run -> ",megatron", ",vllm" if it needs 
 }
 
 usage() {    # sft|grpo|ppo
-    local rows="train.parquet and test.parquet" tiny=data_prep/base_model
+    local rows="train.parquet and test.parquet (or validation.parquet)" tiny=data_prep/base_model
     [ "$1" != sft ] || rows="sft_train.parquet, perhaps sft_val.parquet" tiny=data_prep/base_model_plain
     cat <<TEXT
-usage: bash train_$1.sh [--config FILE] [--doctor [--login]] [--rl] [KEY=VALUE ...]
+usage: bash train_$1.sh [--config FILE] [--doctor [--login]] [--servers] [--rl] [KEY=VALUE ...]
        bash train_$1.sh --help [KEY]
 
   KEY=VALUE        any key of the configuration, such as trainer.total_training_steps=10
   --config FILE    the settings of FILE (configs/*.yaml, or yours), in place of the shipped ones for the model
   --doctor         only checks the run that it would start (docs/doctor.md); trainer.dry_run=true plans its memory
   --doctor --login only what a machine can know that submits the run as a job, RETRIEVAL_ARGS too (docs/cluster.md)
+  --servers        only says which servers the run asks and nobody has given an address for: retrieval, code
   --rl             the driver is an actor on Ray too, beside trainers and samplers (docs/async.md); not for sft
   --help KEY       what a key, or each key of a group such as data, means, takes and is set to
 
@@ -281,7 +308,7 @@ is_own_help() {    # the arguments -> whether they ask for all of the help, not 
 
 run_training() {
     local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval config='' is_config=false
-    local program=(verl.trainer.main_ppo) doctor=false passed=()
+    local program=(verl.trainer.main_ppo) doctor=false says_servers=false passed=()
     local login=() prepared=''    # --login's checks; the file that --prepare writes
     shift
     ! is_own_help "$@" || usage "$kind"
@@ -296,6 +323,7 @@ run_training() {
         fi
         case "$argument" in
             --doctor) doctor=true ;;
+            --servers) says_servers=true ;;
             --rl) program=(verl.rl) ;;
             --config) is_config=true ;;
             --config=*) config="${argument#--config=}" ;;
@@ -306,6 +334,11 @@ run_training() {
         [[ "$argument" != *trainer.dry_run=[Tt]rue ]] || dry_run=true needs_server=false    # a plan, without data
     done
     [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
+    # Its answer alone is on stdout. Demonstrations and plans ask no server.
+    if $says_servers; then
+        [ "$kind" != sft ] && ! $dry_run || return 0
+        exec 3>&1 1>&2
+    fi
     if $is_config; then
         echo "error: found --config without a file; expected one such as --config configs/mixture.yaml" >&2
         return 2
@@ -332,7 +365,7 @@ run_training() {
         [ -z "$prepared" ] || program=(data_prep.job --out "$prepared")
         [ "$kind" != sft ] || program+=(--config-name sft_trainer)
     fi
-    set -- ${passed[@]+"${passed[@]}"}    # without --doctor, --login and --config, wherever they stood
+    set -- ${passed[@]+"${passed[@]}"}    # without --doctor, --login, --servers and --config, wherever they stood
     trap stop_all EXIT
     trap 'end_early INT' INT
     trap 'end_early USR1' USR1
@@ -352,7 +385,7 @@ run_training() {
 
     local data name size=model
     data="$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")"
-    if [ -z "${BASE_MODEL:-}" ] && ! $dry_run && ! $doctor; then
+    if [ -z "${BASE_MODEL:-}" ] && ! $dry_run && ! $doctor && ! $says_servers; then
         case "$world" in
             mixture) start="${home}verl_checkpoints/$data-start/huggingface" ;;
             hops) start="${home}verl_checkpoints/microworld-seed$seed-base_model-$kind-seed$seed" ;;
@@ -392,18 +425,25 @@ run_training() {
             fi
             overrides+=("$(quoted "$model_key" "$start")")
         fi
-        if [ "$kind" = sft ]; then check_rows sft_train; else check_rows train test; fi
-        RUN_DIR="$run_dir"
-        mkdir -p "$run_dir"
+        if [ "$kind" = sft ]; then check_rows sft_train; else check_rows train "$(test_rows)"; fi
+        if ! $says_servers; then
+            RUN_DIR="$run_dir"
+            mkdir -p "$run_dir"
+        fi
     fi
     while IFS= read -r argument; do
         overrides+=("$argument")
     done < <(if [ "$kind" = sft ]; then sft_overrides "$@"; else rl_overrides "$@"; fi)
 
-    if $needs_server; then    # the rows are there now: do they search, and do the settings say where?
+    # The rows are there now: do they search, and do the settings say where?
+    if $needs_server || $says_servers; then
         local servers
-        servers="$("$PYTHON" -m verl.preflight.servers "${overrides[@]}" "$@")" || return
-        [ "$servers" != retrieval ] || start_search "$run_dir"
+        servers="$("$PYTHON" -m verl.preflight.servers python -m verl.trainer.main_ppo "${overrides[@]}" "$@")" || return
+        if $says_servers; then
+            answer_servers "$servers" >&3
+            return
+        fi
+        ! asks_retrieval "$servers" || start_search "$run_dir"
     fi
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 

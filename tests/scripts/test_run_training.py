@@ -249,25 +249,52 @@ def test_rows_may_be_jsonl(repository, tmp_path):
     assert "holds no train.parquet and no train.jsonl" in errors and "search-r1 rows" in errors
 
 
+def test_the_servers_that_a_run_asks_are_said_with_its_recipe_and_nothing_is_started(repository, tmp_path):
+    tests = {"verifiers": [{"name": "code", "label": "[]"}]}
+    row = {"prompt": "Add.", "env_class": "single_turn", "reward_model": {"ground_truth": tests}}
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "more.yaml").write_text("max_turns: 1")
+    flags = ["--servers", "--config", f"{tmp_path}/more.yaml"]
+    process = start(repository, *flags, DATA_DIR=str(tmp_path), REAL=f"{SETTINGS} {SERVERS}")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "code\n"), errors
+    assert not (repository / "verl_checkpoints").exists() and note(repository, "main_ppo") is None
+    process = start(repository, "--servers", script="train_sft.sh")
+    assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
+    assert not (repository / "data").exists()
+
+
+def shell(command: str, *arguments: str | Path, **variables: str) -> str:
+    """Return what a command prints that has the script's functions."""
+    program = f"source {ROOT}/scripts/run_training.sh; {command}"
+    return subprocess.check_output(
+        ["bash", "-c", program, "bash", *arguments], env=os.environ | variables, text=True
+    )
+
+
+def test_rows_to_validate_on_may_have_the_name_of_others(tmp_path):
+    (tmp_path / "validation.parquet").touch()
+    validation = f"data.val_files='{tmp_path}/validation.parquet'"
+    assert shell("rl_overrides", DATA_DIR=str(tmp_path)).splitlines()[1] == validation
+    (tmp_path / "test.jsonl").touch()
+    assert (
+        shell("rl_overrides", DATA_DIR=str(tmp_path)).splitlines()[1]
+        == f"data.val_files='{tmp_path}/test.jsonl'"
+    )
+
+
 @pytest.mark.parametrize(
-    ("row", "settings_file", "answer"),
+    ("path", "label"),
     [
-        ({"env_class": "gsm8k"}, "", ""),
-        ({"env_class": "search"}, "", "retrieval\n"),
-        ({}, "", "retrieval\n"),
-        ({}, "retriever: {url: http://c/x}", ""),
-        ({}, "do_search: false", ""),
-        ({}, "environment: {env_class: gsm8k}", ""),
+        ("hub/models--Qwen--Qwen2.5-3B/snapshots/3aab1f1954e9cc14eb9509a215f9e5ca08227a9b", "Qwen2.5-3B"),
+        ("Qwen/Qwen2.5-3B", "Qwen2.5-3B"),
+        ("models/mine/", "mine"),
+        ("runs/mine/global_step_7/actor/huggingface", "mine"),
     ],
 )
-def test_a_search_server_is_wanted_if_rows_search_and_no_setting_names_one(
-    tmp_path, capsys, row, settings_file, answer
-):
-    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?", **row}) + "\n")
-    (tmp_path / "more.yaml").write_text(settings_file)
-    rows = [f"data.{name}_files={tmp_path}/train.jsonl" for name in ("train", "val")]
-    assert servers.main([*rows, f"@{tmp_path}/more.yaml"]) == 0
-    assert capsys.readouterr().out == answer
+def test_a_run_is_named_after_its_model(path, label):
+    assert shell('model_label "$1"', path) == f"{label}\n"
 
 
 def test_supervised_training_makes_demonstrations_and_starts_no_server(repository):

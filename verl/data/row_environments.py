@@ -17,17 +17,25 @@ from verl.environments.registry import SEARCH, check_usable, load_class
 SEARCHING = (SEARCH, "searchcode")  # environments that ask the retrieval server
 
 
-def environments_of(config: Config) -> set[str]:
-    """Return the names of the environments of all rows; files that do not exist have none."""
+def row_files(config: Config) -> list[tuple[Path, str]]:
+    """Return the files of all rows of a run, each with the environment of its rows that name none."""
     data = config.data
     default = config.environment.env_class
     keys = ["train_files"] * (data.mixture is None) + ["val_files", "extra_val_files"]
     files = [(Path(file), default) for key in keys for file in as_list(data[key]) if file is not None]
     files += [(file, source.env_class or default) for source in sources_of(config) for file in source.files]
+    for held_out in evals_of(config, with_data=False):
+        if not held_out.of_validation:
+            files += [(Path(file), default) for file in as_list(held_out.files)]
+    return list(dict.fromkeys(files))
+
+
+def environments_of(config: Config) -> set[str]:
+    """Return the names of the environments of all rows; files that do not exist have none."""
     named = set[str]()
-    for path, file_default in dict.fromkeys(files):
-        named |= environments_in(path, file_default)
-    return named or {default}
+    for path, default in row_files(config):
+        named |= environments_in(path, default)
+    return named or {config.environment.env_class}
 
 
 def environments_in(path: Path, default: str) -> set[str]:

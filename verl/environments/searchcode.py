@@ -9,11 +9,13 @@ tool calls is right, and 0 otherwise. A number that a tool returned earns nothin
 server, without network and without the trainer's environment. A search that fails ends the episode, which
 then leaves the batch.
 
-`env_config`: {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30 seconds for a search,
-"seconds": 10 for a program}.
+`env_config`: {"search_url": an address or a,b,.., "topk": 3, "timeout": 30 seconds for a search,
+"seconds": 10 for a program}. Without a `search_url` the address is that of RETRIEVER_URL, else
+http://127.0.0.1:8000/retrieve.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +31,8 @@ from verl.environments.environment import (
 from verl.environments.gsm8k import extract_number
 from verl.utils.rows import row_max_turns
 
-DEFAULTS = {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30.0, "seconds": 10.0}
+DEFAULTS = {"topk": 3, "timeout": 30.0, "seconds": 10.0}
+LOCAL_SEARCH = "http://127.0.0.1:8000/retrieve"
 MAX_CHARACTERS = 9_000  # the most of a program's output that the policy is shown
 
 _TOOL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
@@ -41,7 +44,7 @@ class SearchGroup(ToolGroup):
 
     def __init__(self, url: str, topk: int, timeout: float) -> None:
         super().__init__("SearchToolGroup")
-        self.url = url
+        self.urls = url.split(",")
         self.topk = topk
         self.timeout = timeout
 
@@ -52,7 +55,7 @@ class SearchGroup(ToolGroup):
         Raises CouldNotVerify if the server does not answer with documents.
         """
         request = {"queries": [query.strip()], "topk": self.topk, "return_scores": True}
-        texts = ask([self.url], "", request, self.timeout, read_contents)
+        texts = ask(self.urls, "", request, self.timeout, read_contents)
         documents = "".join(f"Doc {index}: {text}\n" for index, text in enumerate(texts, 1))
         return json.dumps({"result": documents or "No search results found."})
 
@@ -95,7 +98,8 @@ class SearchCodeEnv(BaseTextEnv):
         self.gold = gold_text(extras)
         self.actions = list[str]()
         self.max_turns = row_max_turns(extras or {}) or type(self).max_turns
-        search = SearchGroup(config["search_url"], int(config["topk"]), float(config["timeout"]))
+        url = config.get("search_url") or os.environ.get("RETRIEVER_URL") or LOCAL_SEARCH
+        search = SearchGroup(str(url), int(config["topk"]), float(config["timeout"]))
         python = PythonGroup(CodeClient(config.get("code_api_url")), float(config["seconds"]))
         self.init_tool_groups([search, python])
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
-from verl.config import Config, replace_values
+from verl.config import Config, Loaded, replace_values
 from verl.config.keys import flatten
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
@@ -101,6 +101,7 @@ def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentPar
     add("--timeout", type=float, default=300.0, help="seconds of a request to --base_url (300)")
     add("--patience", type=float, default=1800.0, help="seconds of a turn with all its requests (1800)")
     add("--prices", default="0,0", help="US dollars per million tokens read,written")
+    add("--servers", action="store_true", help="only say which servers it asks that have no address yet")
     add("settings", nargs="*", metavar="key=value", help="settings of training, @file too")
     parser.set_defaults(retriever=OWN)
     return parser
@@ -217,6 +218,41 @@ def relative_results_path(folder: Path | None, model: str) -> Path:
     return Path(run.name) / folder.resolve().parents[1].name
 
 
+class LoadedSettings(NamedTuple):
+    """The settings of a model, and where they are from.
+
+    Attributes:
+        loaded: its run's, or Search-R1's, with those of the command line on top.
+        file_of_run: the config.yaml of its run; None without one.
+        origin: what they are from, for people.
+    """
+
+    loaded: Loaded
+    file_of_run: str | None
+    origin: str
+
+    @property
+    def names_search_server(self) -> bool:
+        """Return whether somebody has named the search server for this command: not a run in its file."""
+        return self.loaded.origins["retriever.url"] not in ("default", self.file_of_run)
+
+
+def load_settings(folder: Path | None, options: argparse.Namespace) -> LoadedSettings:
+    """Load the settings of a model. Raise ValueError if they are wrong."""
+    run = None if folder is None else run_folder(folder)
+    candidates = [parent / "config.yaml" for parent in (run, folder) if parent is not None]
+    of_run = [f"@{file}" for file in candidates if file.is_file()][:1]
+    defaults = dict(DEFAULTS)
+    file_of_run = of_run[0].removeprefix("@") if of_run else None
+    origin = file_of_run or "defaults, as there is no run's config.yaml"
+    if options.base_url is not None and (of_server := settings_of_server(options)):
+        defaults |= of_server
+        origin = f"the run of {options.model}, as {options.base_url} says"
+    weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in defaults.items()}
+    loaded = load([*of_run, *options.settings], environment=weakest | os.environ)
+    return LoadedSettings(loaded, file_of_run, origin)
+
+
 def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
     """Return the settings of a model: its run's, or Search-R1's, with those of the command line on top.
 
@@ -225,21 +261,13 @@ def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
 
     Raises ValueError if they are wrong.
     """
-    run = None if folder is None else run_folder(folder)
-    candidates = [parent / "config.yaml" for parent in (run, folder) if parent is not None]
-    of_run = [f"@{file}" for file in candidates if file.is_file()][:1]
-    defaults = dict(DEFAULTS)
-    file_of_run = of_run[0].removeprefix("@") if of_run else None
-    origin = file_of_run or "defaults, as there is no run's config.yaml"
-    if folder is None and (of_server := settings_of_server(options)):
-        defaults |= of_server
-        origin = f"the run of {options.model}, as {options.base_url} says"
-    weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in defaults.items()}
-    loaded = load([*of_run, *options.settings], environment=weakest | os.environ)
-    config: Config = loaded.config
-    origin_of_url = loaded.origins["retriever.url"]
-    if origin_of_url in ("default", file_of_run):
-        url_of_run = config.retriever.url if origin_of_url == file_of_run else None
+    settings = load_settings(folder, options)
+    origin = settings.origin
+    config: Config = settings.loaded.config
+    origin_of_url = settings.loaded.origins["retriever.url"]
+    if not settings.names_search_server:
+        url_of_run = None if origin_of_url == "default" else config.retriever.url
+        run = None if folder is None else run_folder(folder)
         is_running = run is not None and state_of(run) == "running"
         url, origin_of_url = search_address(url_of_run, is_running)
         config = replace_values(config, {"retriever.url": url})
@@ -470,11 +498,55 @@ def check_rows(target: EvaluationTarget, options: argparse.Namespace) -> None:
 
 def check_servers(config: Config, options: argparse.Namespace) -> None:
     """Raise ValueError if rows search, and no search server answers."""
-    from verl.data.row_environments import SEARCHING, environments_in
+    check_search(config, asks_search_server(environments_asked(config, options), options))
+
+
+def environments_asked(config: Config, options: argparse.Namespace) -> set[str]:
+    """Return the environments of the rows of all benchmarks."""
+    from verl.data.row_environments import environments_in
 
     names = [environments_in(path, config.environment.env_class) for path in options.benchmarks]
+    return set[str]().union(*names)
+
+
+def asks_search_server(environments: set[str], options: argparse.Namespace) -> bool:
+    """Return whether rows of these environments ask a search server with the --retriever of the command."""
+    from verl.data.row_environments import SEARCHING
+
     asks_server = not set(options.retrievers).isdisjoint((OWN, SHUFFLED))
-    check_search(config, asks_server and not set[str]().union(*names).isdisjoint(SEARCHING))
+    return asks_server and not environments.isdisjoint(SEARCHING)
+
+
+def print_servers(options: argparse.Namespace, corpus: Path | None = None) -> int:
+    """Print which servers the command asks that have no address, as verl.preflight.servers does.
+
+    Args:
+        options: the command line.
+        corpus: of `verl.synthesis`, the corpus on whose passages questions are written and searched.
+
+    Returns:
+        The exit status.
+    """
+    from verl.data.row_programs import CODE_ENVIRONMENTS, names_code_verifier
+    from verl.preflight.servers import CODE, RETRIEVAL, retrieval_line
+
+    model = Path(options.model).expanduser()
+    try:
+        settings = load_settings(model if model.is_dir() and options.base_url is None else None, options)
+    except ValueError as error:
+        print(f"error: {printable(error)}", file=sys.stderr)
+        return 2
+    config = settings.loaded.config
+    environments = environments_asked(config, options)
+    searches = config.do_search and (corpus is not None or asks_search_server(environments, options))
+    if searches and not settings.names_search_server and not os.environ.get("RETRIEVER_URL"):
+        print(retrieval_line(options.benchmarks) if corpus is None else f"{RETRIEVAL} {corpus}")
+    has_code_url = config.verifiers.code.api_url or os.environ.get("CODE_API_URL")
+    if not has_code_url:
+        names_code = any(names_code_verifier(path) for path in options.benchmarks)
+        if names_code or not environments.isdisjoint(CODE_ENVIRONMENTS):
+            print(CODE)
+    return 0
 
 
 def evaluate(
@@ -603,6 +675,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(parser, argv)
     if not options.benchmarks:
         parser.error("--benchmarks: found none, expected files of rows or names")
+    if options.servers:
+        return print_servers(options)
     return run_command(options)
 
 

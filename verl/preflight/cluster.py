@@ -201,7 +201,11 @@ def find_missing_resources(target: Target) -> Iterator[Finding]:
                 f"{_JOIN} worker --head {ray.address} on the missing ones, or trainer.nnodes={len(able)}",
             )
     else:
-        num_cpus = float(os.cpu_count() or 1)
+        num_cpus = 0.0
+        if target.needs_ray:
+            from verl.single_controller.ray.session import cores_for_ray
+
+            num_cpus = float(cores_for_ray())
         num_gpus = torch.cuda.device_count()
         where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
     cpus_per_process = config.trainer.cpus_per_process if isinstance(config, Config) else 0

@@ -124,12 +124,12 @@ def find_cpus_counted_wrong(target: Target) -> Iterator[Finding]:
     """Find that Ray counts more cores than the affinity allows."""
     if not target.needs_ray:
         return
-    from ray._private.utils import get_num_cpus
+    from verl.single_controller.ray.session import cores_for_ray
 
     own_addresses = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     nodes = target.cluster.alive if target.cluster is not None else []
     listed = [node.num_cpus for node in nodes if node.address in own_addresses]
-    counted = listed[0] if listed else get_num_cpus(override_docker_cpu_warning=True)
+    counted = listed[0] if listed else cores_for_ray()
     allowed = len(os.sched_getaffinity(0))
     if counted > allowed:
         yield warning(

@@ -22,6 +22,7 @@ from verl.evaluation.program import (
     build_parser,
     check_search,
     folders_of,
+    print_servers,
     read_options,
     relative_results_path,
     run_command,
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("expected --template with --corpus; rows of --benchmarks have their prompts")
     if options.per_prompt < 1 or not 0 <= options.val_share < 1:
         parser.error("expected --per_prompt of 1 or more, and --val_share from 0 to below 1")
+    if options.servers:
+        return print_servers(options, options.corpus)
 
     def write(benchmark: Benchmark, tokenizer: Any, model: str) -> None:
         from verl.synthesis.rows import choose, write_rows

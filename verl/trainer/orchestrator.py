@@ -44,7 +44,13 @@ from verl.single_controller.ray.environment import (
     command_variables,
     import_path,
 )
-from verl.single_controller.ray.session import init_ray, names_in, receive_lines, wait_until_free
+from verl.single_controller.ray.session import (
+    cores_for_ray,
+    init_ray,
+    names_in,
+    receive_lines,
+    wait_until_free,
+)
 from verl.trainer.command import Command
 from verl.utils.text import printable
 
@@ -196,8 +202,8 @@ class OrchestratedRun:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores some
                 signal.signal(number, self._note)
         # A cluster of its own offers one CPU more, for the orchestrator, so that as many others fit.
-        num_cpus = None if os.environ.get("RAY_ADDRESS") else (os.cpu_count() or 1) + 1
         try:
+            num_cpus = None if os.environ.get("RAY_ADDRESS") else cores_for_ray() + 1
             session = init_ray(num_cpus=num_cpus)
         except ValueError as error:
             print(f"error: {printable(error)}", file=sys.stderr)

@@ -21,7 +21,7 @@ import time
 from types import FrameType
 
 from verl.single_controller.ray.environment import RAY_SETTINGS
-from verl.single_controller.ray.session import check_address, choose_temp_dir
+from verl.single_controller.ray.session import check_address, choose_temp_dir, cores_for_ray
 from verl.utils.text import printable
 
 # The head asks each node every second and takes one for lost after 5 failed answers. A process that is gone
@@ -66,6 +66,8 @@ def ray_command(options: argparse.Namespace, ray_arguments: list[str]) -> list[s
         command += ["--head", f"--port={options.port}", "--include-dashboard=false"]
     else:
         command.append(f"--address={options.head}")
+    if not any(argument.split("=")[0] == "--num-cpus" for argument in ray_arguments):
+        command.append(f"--num-cpus={cores_for_ray()}")
     return command + ray_arguments
 
 

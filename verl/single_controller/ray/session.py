@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.utils import get_num_cpus
 from ray.exceptions import RpcError
 
 from verl.single_controller.ray.agent_ports import fixed_agent_ports
@@ -43,6 +44,8 @@ _NO_HEAD = (
     "RAY_ADDRESS={address}: what answers there is no Ray head node (its port is 6379 unless it was started "
     f"with --port). {_ADVICE}."
 )
+CORES_VARIABLE = "RAY_NUM_CPUS"
+MOST_CORES = 64  # that Ray counts on a machine by itself
 LINES_KEPT = 20
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs4?|cifs|smb(3|fs)|lustre|gpfs|beegfs|ceph|glusterfs|panfs|wekafs|afs|9p|pvfs2|"
@@ -72,13 +75,35 @@ class RaySession:
         self.shutdown()
 
 
+def cores_for_ray() -> int:
+    """Return the number of cores of this machine that Ray is to count.
+
+    It is RAY_NUM_CPUS, or else the cores that this process may use: by its affinity, its control groups and
+    SLURM. Ray starts a process for each core that it counts, and a run needs few of them, so they are at most
+    MOST_CORES (a GH200 says 288).
+
+    Raises:
+        ValueError: if RAY_NUM_CPUS is no number of cores.
+    """
+    text = os.environ.get(CORES_VARIABLE, "")
+    if text:
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"Found {CORES_VARIABLE}={text}; expected a number of cores, such as 16.")
+        return int(text)
+    counts = [MOST_CORES, len(os.sched_getaffinity(0)), int(get_num_cpus(override_docker_cpu_warning=True))]
+    of_job = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    if of_job.isdecimal():
+        counts.append(int(of_job))
+    return max(1, min(counts))
+
+
 def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySession:
     """Connect to the cluster at RAY_ADDRESS if that is set, or else start one on this machine.
 
     If the process is connected already, that connection is used and left open.
 
     Args:
-        num_cpus: CPUs that a cluster started here offers; None for the cores of the machine. It is a count
+        num_cpus: CPUs that a cluster started here offers; None for `cores_for_ray`. It is a count
             for scheduling; processes may be more.
         log_to_driver: whether the actors' output is shown here.
 
@@ -96,6 +121,7 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
         temp_dir, note = choose_temp_dir()
         if note is not None:
             print(f"note: {note}", file=sys.stderr)
+        num_cpus = num_cpus or cores_for_ray()
         options = {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": temp_dir}
         advice = f"The machine may be too busy (Ray waits 30 s); its logs: {temp_dir}/session_latest/logs"
     else:
