@@ -32,6 +32,7 @@ from rich.text import Text
 
 from verl.monitor.runs import state_of
 from verl.utils.announcing import announce, gc_paused
+from verl.utils.logs import start_logging
 from verl.utils.model_folders import LOCAL_SEARCH, find_model, run_folder, search_address
 from verl.utils.text import printable
 
@@ -398,4 +399,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    start_logging("infer")
     sys.exit(main())

@@ -22,7 +22,7 @@ for argument in "$@"; do
 done
 checked="$("${check[@]}")"
 read -r extras microworld <<<"$checked"
-setup_environment "$extras" "$REPO_ROOT/.venv-retrieval"
+setup_environment "$extras" "$VENV_ROOT/.venv-retrieval"
 
 arguments=("$@")
 if [ "$microworld" = microworld ]; then

@@ -10,14 +10,18 @@
 # also installed into when it is active. A stamp file says which extras have been installed, so that an interrupted
 # installation is taken up again and a finished one costs nothing, not even a network. NO_INSTALL="why not" refuses to
 # install anything. VLLM_BUILD=gpu takes vLLM's build for GPUs on a machine without one, for others that have some.
+# VENV_DIR=FOLDER holds .venv and the others in place of the checkout, such as a folder on scratch
+# where the home has a quota.
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV_ROOT="$REPO_ROOT"
+if [ -n "${VENV_DIR:-}" ]; then VENV_ROOT="$(mkdir -p "$VENV_DIR" && cd "$VENV_DIR" && pwd)"; fi
 
 setup_environment() {
     local extras="$1" folder="${2:-}"
     if [ -z "$folder" ]; then
-        folder="$REPO_ROOT/.venv"
-        ! wants vllm "$extras" || folder="$REPO_ROOT/.venv-vllm"
+        folder="$VENV_ROOT/.venv"
+        ! wants vllm "$extras" || folder="$VENV_ROOT/.venv-vllm"
     fi
     if is_users_environment; then
         PYTHON="$(command -v python || command -v python3)"
@@ -30,8 +34,8 @@ setup_environment() {
     export PYTHON PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-is_our_environment() {    # whether an environment is active that install_environment has made in this checkout
-    [ -n "${VIRTUAL_ENV:-}" ] && [ -f "$VIRTUAL_ENV/.lock" ] && [ "$VIRTUAL_ENV/.." -ef "$REPO_ROOT" ]
+is_our_environment() {    # whether an environment is active that install_environment has made for this checkout
+    [ -n "${VIRTUAL_ENV:-}" ] && [ -f "$VIRTUAL_ENV/.lock" ] && [ "$VIRTUAL_ENV/.." -ef "$VENV_ROOT" ]
 }
 
 is_users_environment() {    # whether another one is active
@@ -41,11 +45,11 @@ is_users_environment() {    # whether another one is active
 suits_active_environment() {    # extras -> whether they are in the active one of ours, or may be installed there
     is_our_environment || return
     ! has_extras "$1" "$(stamp_of "$1" "$VIRTUAL_ENV")" || return 0
-    [ "$VIRTUAL_ENV" -ef "$REPO_ROOT/.venv" ] && ! wants vllm "$1"
+    [ "$VIRTUAL_ENV" -ef "$VENV_ROOT/.venv" ] && ! wants vllm "$1"
 }
 
 has_python() {    # whether there is an environment, so that help need not make one
-    is_users_environment || is_our_environment || [ -x "$REPO_ROOT/.venv/bin/python" ]
+    is_users_environment || is_our_environment || [ -x "$VENV_ROOT/.venv/bin/python" ]
 }
 
 answer_help() {    # the arguments of a script -> its opening comment, if they ask for help

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
+from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
 ROLES = ("--trainer", "--orchestrator", "--inference")  # of PRIME-RL, whose roles have a file each
@@ -41,4 +42,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    start_logging("rl")
     sys.exit(run(sys.argv[1:]))

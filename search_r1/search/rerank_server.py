@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
 if __name__ == "__main__":
@@ -117,4 +118,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    start_logging("reranker")
     sys.exit(main())

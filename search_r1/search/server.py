@@ -40,6 +40,7 @@ from search_r1.search.search_backend import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
 from verl.utils.addresses import open_note, open_socket
+from verl.utils.logs import level_or, start_logging
 from verl.utils.text import printable
 
 if TYPE_CHECKING:  # it is slow to import, and mistakes in the flags are reported before
@@ -54,7 +55,7 @@ COULD_NOT_LOAD = 3  # exit status of a worker process that would fail again
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 UVICORN: dict[str, Any] = {
     "lifespan": "off",
-    "log_level": "error",
+    "log_level": level_or("error"),
     "proxy_headers": False,
     "backlog": BACKLOG,
     "timeout_keep_alive": 120,
@@ -195,6 +196,7 @@ def serve_as_worker(arguments: argparse.Namespace, listener: socket.socket) -> N
     """Serve as one process of several. It is loaded before it takes its first connection."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # nothing else stops a load
+    start_logging("retrieval-worker")
     logging.basicConfig(format=LOG_FORMAT)
     end_with_parent()
     try:
@@ -267,4 +269,5 @@ def print_ready(health: dict[str, Any], processes: str = "") -> None:
 
 
 if __name__ == "__main__":
+    start_logging("retrieval")
     sys.exit(main())

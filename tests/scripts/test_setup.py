@@ -235,3 +235,17 @@ def test_an_active_environment_that_lacks_something_is_told_the_pip_command(tmp_
 )
 def test_beside_vllm_for_cpus_no_extra_is_named_twice(extras, installed):
     assert bash(f"without_vllm {extras}").stdout.strip() == installed
+
+
+def test_environments_may_lie_elsewhere_as_on_scratch(tmp_path):
+    """Where a home has a quota: setup_environment makes them, and finds them active, in VENV_DIR."""
+    scratch = tmp_path / "scratch"
+    code = 'install_environment() { echo "$2"; }; check_environment() { :; }; '
+    variables = {"VENV_DIR": str(scratch), "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
+    done = bash(code + "setup_environment train; setup_environment train,vllm; echo $PYTHON", **variables)
+    folders = [f"{scratch}/.venv", f"{scratch}/.venv-vllm", f"{scratch}/.venv-vllm/bin/python"]
+    assert done.stdout.splitlines() == folders, done.stderr
+    (scratch / ".venv").mkdir()
+    (scratch / ".venv" / ".lock").touch()
+    active = variables | {"VIRTUAL_ENV": f"{scratch}/.venv"}
+    assert bash(code + "setup_environment train", **active).stdout == f"{scratch}/.venv\n"

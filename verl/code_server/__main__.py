@@ -13,6 +13,7 @@ import uvicorn
 from verl.code_server.app import Settings, create_app
 from verl.code_server.walls import TIERS, Limits
 from verl.utils.addresses import open_note
+from verl.utils.logs import start_logging
 from verl.utils.serving import SERVER_OPTIONS
 
 
@@ -56,4 +57,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    start_logging("code_server")
     main()

@@ -23,6 +23,7 @@ from rich.text import Text
 from verl.monitor.runs import TABLE, Run, runs_below, share_of_tags
 from verl.records.trajectories import write_page
 from verl.utils.json_files import write_lines
+from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
 REFRESH_SECONDS = 2.0
@@ -166,4 +167,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    start_logging("monitor")
     sys.exit(main())

@@ -23,6 +23,7 @@ from verl.config.overrides import Folders
 from verl.plugins import hook
 from verl.preflight.preflight import CHECKS, choose, run_preflight
 from verl.preflight.target import Target, exclude_line
+from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
 
@@ -126,4 +127,5 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    start_logging("preflight")
     sys.exit(main())

@@ -29,6 +29,7 @@ from verl.evaluation.program import (
     settings_of,
 )
 from verl.plugins import hook
+from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -110,4 +111,5 @@ def ask_for_questions(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    start_logging("synthesis")
     sys.exit(main())

@@ -13,6 +13,7 @@ Modules that need torch are imported inside the functions, so that `--help` and 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 from verl.utils.announcing import announce, gc_paused
 from verl.utils.early_signals import end_on_signals
+from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -80,11 +82,12 @@ def run(argv: list[str]) -> int:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            if os.environ.get("RANK", "0") != "0":
+                return 2  # the first one says it
             raise ValueError(
-                f"Found WORLD_SIZE={world_size}, as torchrun sets it; expected one process, which starts "
-                "the others itself: python -m verl.trainer.fsdp_sft_trainer "
-                f"trainer.n_gpus_per_node={world_size} ..."
+                f"Found WORLD_SIZE={os.environ['WORLD_SIZE']}, as torchrun sets it; expected one process, "
+                f"which starts the others itself: {_without_torchrun(argv)}"
             )
         loaded = read_arguments(argv, ("sft_trainer",), module="verl.trainer.fsdp_sft_trainer")
         check_sft_config(loaded.config)
@@ -94,6 +97,17 @@ def run(argv: list[str]) -> int:
     for line in loaded.notes:
         print(f"note: {printable(line)}")
     return _train(loaded.config)
+
+
+def _without_torchrun(argv: list[str]) -> str:
+    """Return the command that starts what a torchrun was to start, with the same processes on each node."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    sizes = [f"trainer.n_gpus_per_node={processes}"]
+    if world_size > processes:
+        sizes.insert(0, f"trainer.nnodes={world_size // processes}")
+    others = [word for word in argv if not word.startswith(("trainer.nnodes=", "trainer.n_gpus_per_node="))]
+    return shlex.join(["python", "-m", "verl.trainer.fsdp_sft_trainer", *others, *sizes])
 
 
 def _train(config: SFTConfig) -> int:
@@ -118,6 +132,7 @@ def _train(config: SFTConfig) -> int:
 
 def main() -> None:
     end_on_signals(sys.argv[1:])
+    start_logging("sft")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -24,6 +24,7 @@ from verl.config.loading import absolute_folders
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
 from verl.utils.early_signals import end_on_signals
+from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ def __getattr__(name: str) -> object:
 
 def main() -> None:
     end_on_signals(sys.argv[1:])
+    start_logging("main_ppo")
     sys.exit(run(sys.argv[1:]))
 
 

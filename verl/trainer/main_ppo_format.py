@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.config import Config
 from verl.trainer.main_ppo import run
+from verl.utils.logs import start_logging
 
 
 def format_score(config: Config) -> Callable[..., Any]:
@@ -32,6 +33,7 @@ def format_score(config: Config) -> Callable[..., Any]:
 
 
 def main() -> None:
+    start_logging("main_ppo_format")
     sys.exit(run(sys.argv[1:], format_score))
 
 

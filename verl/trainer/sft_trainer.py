@@ -10,10 +10,11 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl.checkpoints.run_state import RunStopped, SavedState
 from verl.config import SFTConfig
@@ -26,9 +27,13 @@ from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.single_controller.names import TRAINER
 from verl.trainer.ppo.batching import arrange_for_workers
+from verl.trainer.ppo.metric_utils import utilization
 from verl.trainer.ppo.resuming import CheckpointedRun
 from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.utils.durable import link_or_copy
+from verl.workers.engine.flops import PEAK_FLOPS
+from verl.workers.engine.loading import load_hf_config
+from verl.workers.engine.lora import wants_adapters
 from verl.workers.sft_worker import SFTWorker
 
 MODEL_FOLDER = "huggingface"
@@ -152,8 +157,10 @@ class FSDPSFTTrainer(CheckpointedRun):
     def _update(self, rows: Sequence[int]) -> dict[str, float]:
         data = self._arranged(self.train_dataset, rows)
         started = time.perf_counter()
-        metrics: dict[str, float] = dict(self.workers.update(data).meta_info["metrics"])
+        update = self.workers.update(data).meta_info
+        metrics: dict[str, float] = dict(update["metrics"])
         seconds = time.perf_counter() - started
+        metrics |= self._utilization(data, seconds, update[PEAK_FLOPS])
         num_tokens = sum(len(self.train_dataset.input_ids[row]) for row in rows)
         num_trained = sum(int(self.train_dataset.trained[row].sum()) for row in rows)
         self.state.tokens += num_tokens
@@ -164,6 +171,20 @@ class FSDPSFTTrainer(CheckpointedRun):
             "perf/tokens_per_second": num_tokens / seconds,
             "timing_s/update": seconds,
         }
+
+    def _utilization(self, data: DataProto, seconds: float, rate: float | None) -> dict[str, float]:
+        """Return the MFU of an update, where the rate of its devices (FLOPs per second of one) is known."""
+        if rate is None:
+            return {}
+        model = self.config.model
+        peak_flops = rate * self.workers.world_size
+        adapters = wants_adapters(model)
+        return utilization("train", self._hf_config, data, seconds, peak_flops, has_adapters=adapters)
+
+    @cached_property
+    def _hf_config(self) -> PretrainedConfig:
+        """Return the model's configuration, which is read once."""
+        return load_hf_config(self.config.model)
 
     def _arranged(self, dataset: SFTDataset, rows: Sequence[int]) -> DataProto:
         """Return the rows as one mini-batch, balanced over the workers."""

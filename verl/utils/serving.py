@@ -24,6 +24,7 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from verl.utils.addresses import is_loopback
+from verl.utils.logs import level_or
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 20.0  # the time within which the head of a request must arrive
@@ -94,7 +95,7 @@ class BoundedHeadProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  
 SERVER_OPTIONS: dict[str, Any] = {  # of `uvicorn.Config`
     "http": BoundedHeadProtocol,
     "ws": "none",
-    "log_level": "info",
+    "log_level": level_or("info"),
     "access_log": False,
     "server_header": False,
     "timeout_keep_alive": 75,

@@ -31,6 +31,7 @@ from verl.single_controller.base.decorator import make_nd_compute_dataproto_disp
 from verl.utils.device import free_large_tensors_at_once
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.engine.flops import PEAK_FLOPS, peak_flops
 from verl.workers.engine.fsdp_engine import TrainEngine
 from verl.workers.engine.loading import Precision, check_heads, load_policy, load_value_model
 from verl.workers.engine.reference import Reference
@@ -131,6 +132,10 @@ class TrainingWorker(Worker):
             grad_clip,
             self.num_token_sharing,
         )
+
+    def rate(self) -> dict[str, float | None]:
+        """Return `peak_flops` of this rank's device, None if it is not known, as meta_info of an update."""
+        return {PEAK_FLOPS: peak_flops(self.device, self.engine.precision.compute)}
 
     def read_limits(self, block: Block, prefix: str) -> MicroBatchLimits:
         """Read the limits of this rank's micro-batches from a block; see `MicroBatchLimits.from_config`."""
@@ -497,11 +502,12 @@ class ActorRolloutRefWorker(TrainingWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Make one training step; see `DataParallelPPOActor.update_policy`.
 
-        The result has meta_info `metrics`, which are the same on every rank, and `skipped_update`, the reason
-        why the last skipped update was skipped ("" if none was).
+        The result has meta_info `metrics`, which are the same on every rank, `skipped_update`, the reason why
+        the last skipped update was skipped ("" if none was), and `peak_flops` of a rank's device.
         """
         metrics = self.actor.update_policy(data)
-        return DataProto(meta_info={"metrics": metrics, "skipped_update": self.actor.loop.skipped_update})
+        skipped = self.actor.loop.skipped_update
+        return DataProto(meta_info={"metrics": metrics, "skipped_update": skipped, **self.rate()})
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
@@ -561,4 +567,5 @@ class CriticWorker(TrainingWorker):
         The result has the same meta_info as that of `ActorRolloutRefWorker.update_actor`.
         """
         metrics = self.critic.update_critic(data)
-        return DataProto(meta_info={"metrics": metrics, "skipped_update": self.critic.loop.skipped_update})
+        skipped = self.critic.loop.skipped_update
+        return DataProto(meta_info={"metrics": metrics, "skipped_update": skipped, **self.rate()})

@@ -74,7 +74,7 @@ class SFTWorker(TrainingWorker):
         the numbers of skipped updates. They are the same on every rank.
         """
         metrics = self.loop.run(data, tensors_of(data), lambda mini_batch: NegativeLogLikelihood(mini_batch))
-        return DataProto(meta_info={"metrics": metrics})
+        return DataProto(meta_info={"metrics": metrics, **self.rate()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def evaluate(self, data: DataProto) -> DataProto:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from verl.packing.packs import prefix_order
 from verl.protocol import DataProto
+from verl.workers.engine.flops import layer_weights
 from verl.workers.engine.update_loop import mini_batches
 
 # A row stays together with its neighbour if it shares at least one part in this many with it.
@@ -62,17 +63,12 @@ def attention_length(config: PretrainedConfig) -> float:
 
     Per token and layer the matrices of weights take 2 w operations (w: their elements), and causal attention
     over n tokens takes 2 n h d (h heads of width d; half of 4 n h d). So n = w / (h d). Embedding and head,
-    which see every token and only loss tokens, do not count. A configuration that does not name the width of
-    its layers' inner matrices is taken to have the usual 4 times its own width.
+    which see every token and only loss tokens, do not count.
     """
     text = config.get_text_config()
-    width = text.hidden_size
     heads = text.num_attention_heads
-    head_width = getattr(text, "head_dim", None) or width // heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    inner_width = getattr(text, "intermediate_size", None) or 4 * width
-    attention = 2 * width * heads * head_width + 2 * width * key_heads * head_width
-    return (attention + 3 * width * inner_width) / (heads * head_width)
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return sum(layer_weights(config)) / (heads * head_width)
 
 
 def balanced_parts(

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from verl.protocol import DataProto
+from verl.workers.engine.flops import training_flops
 
 REPEAT_LENGTH = 8  # tokens; longer than what the protocol's tags make every turn repeat
 
@@ -89,6 +91,36 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     if update:
         metrics["perf/trained_tokens_per_second"] = num_tokens / update
     return metrics
+
+
+def utilization(
+    name: str,
+    config: PretrainedConfig,
+    batch: DataProto,
+    seconds: float,
+    peak_flops: float | None,
+    has_head: bool = True,
+    has_adapters: bool = False,
+    num_epochs: int = 1,
+) -> dict[str, float]:
+    """Return `perf/mfu/NAME` of an update, or nothing if the rate of its devices is not known.
+
+    Args:
+        name: "actor", "critic" or "train" (supervised).
+        config: of the model.
+        batch: the rows of the update, with attention_mask and response_mask.
+        seconds: of the update.
+        peak_flops: FLOPs per second of all devices together; None if they are not known.
+        has_head: whether loss tokens have logits.
+        has_adapters: whether LoRA adapters are trained, not the model.
+        num_epochs: passes over the rows.
+    """
+    if peak_flops is None or seconds <= 0:
+        return {}
+    lengths = batch.tensors["attention_mask"].sum(-1)
+    num_loss_tokens = int(batch.tensors["response_mask"].sum()) if has_head else 0
+    flops = num_epochs * training_flops(config, lengths, num_loss_tokens, has_adapters)
+    return {f"perf/mfu/{name}": flops / (seconds * peak_flops)}
 
 
 def repeated_ngrams(responses: torch.Tensor, mask: torch.Tensor, length: int = REPEAT_LENGTH) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from verl.algos.advantages import RunningBaseline
 from verl.algos.aggregation import PROMPT_MEAN, prompt_counts
@@ -54,7 +55,9 @@ from verl.trainer.ppo.user_loops import compute_response_mask as compute_respons
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.trainer.rewinds import CollapseSeen, step_before
 from verl.utils.announcing import announce
+from verl.workers.engine.flops import PEAK_FLOPS
 from verl.workers.engine.loading import load_hf_config
+from verl.workers.engine.lora import wants_adapters
 from verl.workers.engine.update_loop import mini_batches, shuffled
 
 # Columns that the passes for log-probs and values read.
@@ -415,7 +418,15 @@ class RayPPOTrainer(ResumableRun):
     @cached_property
     def _attention_length(self) -> float:
         """Return the model's attention length, which is read once; see `batching`."""
-        return attention_length(load_hf_config(self.config.actor_rollout_ref.model))
+        return attention_length(self._hf_configs["actor"])
+
+    @cached_property
+    def _hf_configs(self) -> dict[str, PretrainedConfig]:
+        """Return the configurations of the models that are trained, which are read once."""
+        configs = {"actor": load_hf_config(self.config.actor_rollout_ref.model)}
+        if self.passes.needs_values:
+            configs["critic"] = load_hf_config(self.config.critic.model)
+        return configs
 
     def _update_critic_and_actor(
         self, batch: DataProto, step: int, trains_actor: bool, timer: metric_utils.Timer
@@ -442,9 +453,32 @@ class RayPPOTrainer(ResumableRun):
         if trains_actor:
             with timer("update_actor"):
                 updates["actor"] = self._update_actor(for_actor, step)
-        for update in updates.values():
+        for name, update in updates.items():
             metrics |= update["metrics"]
+            metrics |= self._utilization(name, batch, update, timer.seconds[f"update_{name}"])
         return updates, metrics
+
+    def _utilization(
+        self, name: str, batch: DataProto, update: dict[str, Any], seconds: float
+    ) -> dict[str, float]:
+        """Return the MFU of an update of the actor or the critic, where the rate of its devices is known."""
+        rate = update.get(PEAK_FLOPS)
+        if rate is None:
+            return {}
+        is_actor = name == "actor"
+        block = self.config.actor_rollout_ref.actor if is_actor else self.config.critic
+        model = self.config.actor_rollout_ref.model if is_actor else self.config.critic.model
+        group = self.actor_rollout_wg if is_actor else self.critic_wg
+        return metric_utils.utilization(
+            name,
+            self._hf_configs[name],
+            batch,
+            seconds,
+            rate * group.world_size,
+            has_head=is_actor,
+            has_adapters=wants_adapters(model),
+            num_epochs=block.ppo_epochs,
+        )
 
     def _update_actor(self, rows: DataProto, step: int) -> dict[str, Any]:
         """Train the policy, and make the result the new reference where that is due."""

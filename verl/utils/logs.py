@@ -1,0 +1,85 @@
+"""The log of a program: how much it says, and a file of its own for all that it prints.
+
+    VERL_LOGGING_LEVEL=debug|info|warning|error    what is logged; default: each program's own
+    VERL_LOG_DIR=FOLDER                            FOLDER/<program>-<host>-<process id>.log has all of it, too
+
+Every program calls `start_logging` first. The workers of a run on Ray print through its driver, so their
+lines are in the driver's file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from verl.utils.text import printable
+
+LEVEL_VARIABLE = "VERL_LOGGING_LEVEL"
+FOLDER_VARIABLE = "VERL_LOG_DIR"
+LEVELS = ("debug", "info", "warning", "error")
+LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class CopiedStream:
+    """A stream of the terminal whose text goes to a file too. In all other respects it is the stream."""
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream = stream
+        self._file = file
+
+    def write(self, text: str) -> int:
+        self._file.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def level_or(default: str) -> str:
+    """Return the level that the user has chosen, or a program's default, as uvicorn takes it."""
+    level = os.environ.get(LEVEL_VARIABLE, "").lower()
+    return level if level in LEVELS else default
+
+
+def start_logging(program: str) -> None:
+    """Set the level of this process's log, and begin its file, where the variables ask for that.
+
+    A wrong level, and a folder that can't be written to, end the program with one line and status 2.
+
+    Args:
+        program: the name in the file's name, such as "main_ppo".
+    """
+    level = os.environ.get(LEVEL_VARIABLE, "")
+    folder = os.environ.get(FOLDER_VARIABLE, "")
+    if level and level.lower() not in LEVELS:
+        end_program(f"Found {LEVEL_VARIABLE}={level}; expected one of {', '.join(LEVELS)}.")
+    if folder:
+        file = Path(folder).expanduser() / f"{program}-{socket.gethostname()}-{os.getpid()}.log"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stream = file.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            end_program(
+                f"Found {FOLDER_VARIABLE}={folder}, where {file} can't be written ({error.strerror})."
+            )
+        stream.write(f"{time.strftime('%F %T')} {shlex.join(sys.argv)}\n")
+        sys.stdout = CopiedStream(sys.stdout, stream)  # type: ignore[assignment]
+        sys.stderr = CopiedStream(sys.stderr, stream)  # type: ignore[assignment]
+    if level:
+        logging.basicConfig(format=LINE_FORMAT, level=level.upper(), force=True)
+
+
+def end_program(message: str) -> NoReturn:
+    """Print a mistake of the user, and end with status 2."""
+    print(f"error: {printable(message)}", file=sys.stderr)
+    sys.exit(2)
