@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
+from verl.data.remote_rows import with_local_rows
 from verl.utils.logs import start_logging
 from verl.utils.text import printable
 
@@ -27,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
                     f"Found {flag}; expected one configuration for all roles: python -m verl.rl @ run.yaml "
                     "[@ more.yaml] [key=value ...]"
                 )
-        config = read_arguments(argv).config
+        config = with_local_rows(read_arguments(argv)).config
         check_config(config)
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)

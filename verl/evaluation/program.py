@@ -30,6 +30,7 @@ from verl.config import Config, Loaded, replace_values
 from verl.config.keys import flatten
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.config.mixture import OWN, RETRIEVERS, SHUFFLED
+from verl.data.remote_rows import fetch_rows, is_remote
 from verl.evaluation.results import check_results
 from verl.monitor.runs import state_of
 from verl.plugins import hook
@@ -142,12 +143,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     if options.steps not in (None, "all") and not re.fullmatch(r"\d+(,\d+)*", options.steps):
         parser.error(f"--steps: found {options.steps}, expected all, or numbers as 100,200")
     try:
-        options.benchmarks = [
-            Path(name).expanduser()
-            if "." in name or "/" in name
-            else hook("benchmark_file")(name, BENCHMARKS)
-            for name in names
-        ]
+        options.benchmarks = [file for name in names for file in benchmark_files(name)]
     except ValueError as error:
         parser.error(f"--benchmarks: {error}")
     stems = [path.stem for path in options.benchmarks]
@@ -157,6 +153,18 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         if stems.count(path.stem) > 1:
             parser.error(f"--benchmarks: found two files named {path.stem}; their results have one place")
     return options
+
+
+def benchmark_files(name: str) -> list[Path]:
+    """Return the files of a benchmark: one of this machine, copies of those at s3:// and the like, or named.
+
+    Raises ValueError if they can't be had.
+    """
+    if is_remote(name):
+        return fetch_rows(name)
+    if "." in name or "/" in name:
+        return [Path(name).expanduser()]
+    return [hook("benchmark_file")(name, BENCHMARKS)]
 
 
 def check_folder_or_name(parser: argparse.ArgumentParser, option: str, value: str | None) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from verl.config import PROGRAMS, Loaded, load
 from verl.config.overrides import Folders
+from verl.data.remote_rows import with_local_rows
 from verl.plugins import hook
 from verl.preflight.preflight import CHECKS, choose, run_preflight
 from verl.preflight.target import Target, exclude_line
@@ -70,7 +71,7 @@ def target_of(arguments: argparse.Namespace) -> Target:
     folders = Folders(arguments.config_path, arguments.config_dir)
     loaded = Loaded(None, {}, [])
     if arguments.overrides or name != "ppo_trainer" or folders != Folders():
-        loaded = load(arguments.overrides, name, program_name=program, folders=folders)
+        loaded = with_local_rows(load(arguments.overrides, name, program_name=program, folders=folders))
     retrieval_args = os.environ.get("RETRIEVAL_ARGS", "") if arguments.login else ""
     folder = os.environ.get("RETRIEVAL_ENV")
     return Target(

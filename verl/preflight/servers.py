@@ -26,6 +26,7 @@ from pathlib import Path
 
 from verl.config.command_line import parse
 from verl.config.loading import Loaded
+from verl.data.remote_rows import with_local_rows
 from verl.data.row_environments import row_files, searches
 from verl.data.row_programs import runs_programs
 from verl.utils.text import printable
@@ -141,7 +142,11 @@ def answer(command: Sequence[str]) -> int:
         print(RETRIEVAL)
     elif kind == RL and command[number - 1] in _ANSWERED_HERE:
         parsed = parse(command[number:], ("ppo_trainer", "ppo_megatron_trainer"))
-        lines = [line for job in parsed.jobs() for line in servers_without_address(parsed.load(job))]
+        lines = [
+            line
+            for job in parsed.jobs()
+            for line in servers_without_address(with_local_rows(parsed.load(job)))
+        ]
         for line in dict.fromkeys(lines):
             print(line)
     elif kind != SFT:

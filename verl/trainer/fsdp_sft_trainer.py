@@ -23,6 +23,7 @@ from verl.config import SFTConfig
 from verl.config.checks import check_sft_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
+from verl.data.remote_rows import with_local_rows
 from verl.utils.announcing import announce, gc_paused
 from verl.utils.early_signals import end_on_signals
 from verl.utils.logs import start_logging
@@ -89,7 +90,8 @@ def run(argv: list[str]) -> int:
                 f"Found WORLD_SIZE={os.environ['WORLD_SIZE']}, as torchrun sets it; expected one process, "
                 f"which starts the others itself: {_without_torchrun(argv)}"
             )
-        loaded = read_arguments(argv, ("sft_trainer",), module="verl.trainer.fsdp_sft_trainer")
+        module = "verl.trainer.fsdp_sft_trainer"
+        loaded = with_local_rows(read_arguments(argv, ("sft_trainer",), module=module))
         check_sft_config(loaded.config)
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)

@@ -21,6 +21,7 @@ from verl.config import Config, Loaded
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
+from verl.data.remote_rows import with_local_rows
 from verl.plugins import hook
 from verl.utils.announcing import announce, gc_paused
 from verl.utils.early_signals import end_on_signals
@@ -173,7 +174,7 @@ def run(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         program = "main_ppo" if train_score_factory is None else "main_ppo_format"
-        loaded = read_arguments(argv, module=f"verl.trainer.{program}")
+        loaded = with_local_rows(read_arguments(argv, module=f"verl.trainer.{program}"))
         check_config(loaded.config, format_reward=train_score_factory is not None)
         if not loaded.config.trainer.dry_run:
             check_before_loading(loaded.config)

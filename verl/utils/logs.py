@@ -73,8 +73,8 @@ def start_logging(program: str) -> None:
                 f"Found {FOLDER_VARIABLE}={folder}, where {file} can't be written ({error.strerror})."
             )
         stream.write(f"{time.strftime('%F %T')} {shlex.join(sys.argv)}\n")
-        sys.stdout = CopiedStream(sys.stdout, stream)  # type: ignore[assignment]
-        sys.stderr = CopiedStream(sys.stderr, stream)  # type: ignore[assignment]
+        sys.stdout = CopiedStream(sys.stdout, stream)
+        sys.stderr = CopiedStream(sys.stderr, stream)
     if level:
         logging.basicConfig(format=LINE_FORMAT, level=level.upper(), force=True)
 

@@ -3,8 +3,8 @@
     lengths of rows, model's configuration -> training_flops -> / (seconds * rate of all GPUs) = MFU
 
 MFU (model FLOPs utilization, https://arxiv.org/abs/2204.02311) counts what one forward and one backward pass
-of each row take by itself. Layers that are computed again to save memory are not counted again, and a beginning
-that rows share is counted for each of them, although it is computed once.
+of each row take by itself. Layers that are computed again to save memory are not counted again, and a
+beginning that rows share is counted for each of them, although it is computed once.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def training_flops(
     """Return the FLOPs of the forward and the backward pass of rows.
 
     A weight takes two operations a token forward, and four backward: two of them for its own gradient, which
-    with adapters nearly no weight has. Causal attention over n tokens takes 2 n^2 h d forward, with h heads of
-    width d.
+    with adapters nearly no weight has. Causal attention over n tokens takes 2 n^2 h d forward, with h heads
+    of width d.
 
     Args:
         config: the model's configuration.
