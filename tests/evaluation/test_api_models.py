@@ -19,6 +19,7 @@ import pytest
 from verl.evaluation import program
 from verl.evaluation.api_engine import number_of_tokens
 from verl.evaluation.program import main
+from verl.records.tags import tags_of
 from verl.utils import patient
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +132,7 @@ def test_errors_and_stalls_lose_nothing_and_the_cost_is_that_of_the_answers(ques
     assert key == "Bearer secret" and path == "/v1/chat/completions" and body["model"] == "some/model"
     assert body["stop"] == ["</answer>"] and body["temperature"] == 1.0
     lines, summary = results(questions)
+    assert all(tags_of(line) == [] for line in lines)  # they are records of rollouts, too
     places = sorted((line["example_id"], line["rollout_idx"]) for line in lines)
     assert places == [(example, i) for example in range(4) for i in range(2)]
     assert {line["completion"] for line in lines if line["reward"] == 1.0} == {

@@ -1,6 +1,7 @@
 """Tags that name why a rollout failed.
 
-`tags_of` finds them in a record of trajectories/*.jsonl or of an evaluation's results.
+`tags_of` finds them in a record of trajectories/*.jsonl, of which the monitor shows them. A line of an
+evaluation's results.jsonl is such a record, too, but no program shows its tags.
 
     unverified             nobody knows its worth: the verifier, its environment or its search failed
     truncated              its last generation was cut at data.max_response_length
