@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from verl.config import load_config, load_sft_config
-from verl.preflight import servers
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
