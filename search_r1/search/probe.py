@@ -162,7 +162,8 @@ class RetrievalProbe:
             if kind == "exact":
                 from search_r1.search.dense.scan import check_parts_fit
 
-                check_parts_fit(*open_embeddings(folder)[1].shape, gpus)
+                num_rows, dimension = open_embeddings(folder)[1].shape
+                check_parts_fit(num_rows, dimension, gpus)
                 return IndexState(num_bytes, on_gpus=True)
             header = read_faiss_header(folder)
             if problem_of(header, len(gpus)):  # the server would search it on the CPU

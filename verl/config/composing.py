@@ -123,7 +123,8 @@ class ReadingLoader(ConfigLoaderImpl):
             _composed[key] = (config, self._is_read)
         config = copy.deepcopy(config)
         for layer in layers:
-            config.merge_with(OmegaConf.create(self._read(layer.lstrip("+").replace("=", "/"), {})))
+            content = self._read(layer.lstrip("+").replace("=", "/"), {})
+            config.merge_with(OmegaConf.create(dict(content)))
         return config
 
     def _compose_anew(self, config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -134,7 +135,7 @@ class ReadingLoader(ConfigLoaderImpl):
 
 
 # (primary file, times of the shipped files) -> what Hydra composes of it, and the configs in that
-_composed: dict[tuple[str | int, ...], tuple[DictConfig, list[tuple[str, Mapping[str, Any]]]]] = {}
+_composed: dict[tuple[object, ...], tuple[DictConfig, list[tuple[str, Mapping[str, Any]]]]] = {}
 
 
 def _existing(folder: str | None, option: str) -> Path:

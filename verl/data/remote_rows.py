@@ -24,7 +24,7 @@ from verl.utils.announcing import announce
 from verl.utils.extras import install_command
 from verl.utils.text import printable
 
-_KEYS = {
+_KEYS: dict[type[Any], tuple[str, ...]] = {
     Config: ("data.train_files", "data.val_files", "data.extra_val_files"),
     SFTConfig: ("data.train_files", "data.val_files"),
 }

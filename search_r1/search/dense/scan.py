@@ -44,7 +44,8 @@ def place_on_gpus(vectors: np.ndarray, report: Callable[[str], None]) -> list[to
 
     Raises ValueError before it begins if they don't fit.
     """
-    report(check_parts_fit(*vectors.shape, visible_gpus()))
+    num_rows, dimension = vectors.shape
+    report(check_parts_fit(num_rows, dimension, visible_gpus()))
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     return copy_to(devices, vectors)
 
