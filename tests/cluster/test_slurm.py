@@ -248,6 +248,9 @@ def test_a_job_goes_back_into_the_queue_before_its_time_limit_and_ends_as_one_th
         names = [name for name in expected_row if name.startswith(("actor/", "critic/", "response_length/"))]
         assert names or not row["step"]
         assert {name: row[name] for name in names} == {name: expected_row[name] for name in names}
+    (server,) = serving.processes("search_r1.search.server")
+    server.kill()
+    serving.wait_for_line("has ended; it is started again", 30)
     serving.cancel()
     assert serving.wait_for_end(30) == "CANCELLED"
 
@@ -284,18 +287,20 @@ def test_a_lost_node_and_a_dead_server_are_mended_and_a_job_that_is_cancelled_le
         DOCTOR="0",
         **impatient,
     )
-    job.wait_for(lambda: (run_dir / "global_step_1").is_dir(), 600)
-    (server,) = job.processes("search_r1.search.server")
-    server.kill()
-    job.wait_for_line("the retrieval server on node3 has ended; it is started again", 60)
-    slurm.nodes["node2"].cut_off()
-    job.wait_for_line("trainer-1 on node node2 .*its node is lost", 60, log="training.log")
-    slurm.nodes["node2"].reconnect()
-    job.wait_for_line("restart 1 of 3", 300, log="training.log")
-    (record,) = map(json.loads, (run_dir / "restarts.jsonl").read_text().splitlines())
-    following = run_dir / f"global_step_{record['from_step'] + 1}"
-    job.wait_for(following.is_dir, 600)
-    job.cancel()
+    try:
+        job.wait_for(lambda: (run_dir / "global_step_1").is_dir(), 600)
+        (server,) = job.processes("search_r1.search.server")
+        server.kill()
+        job.wait_for_line("the retrieval server on node3 has ended; it is started again", 60)
+        slurm.nodes["node2"].cut_off()
+        job.wait_for_line(r"trainer-\d on node node2 .*its node is lost", 60, log="training.log")
+        slurm.nodes["node2"].reconnect()
+        job.wait_for_line("restart 1 of 3", 300, log="training.log")
+        (record,) = map(json.loads, (run_dir / "restarts.jsonl").read_text().splitlines())
+        following = run_dir / f"global_step_{record['from_step'] + 1}"
+        job.wait_for(following.is_dir, 600)
+    finally:
+        job.cancel()
     begun = time.monotonic()
     assert job.wait_for_end(60) == "CANCELLED"
     wait_until(lambda: not slurm.processes_of_jobs(), 60, lambda: str(slurm.processes_of_jobs()))
@@ -319,7 +324,7 @@ def test_a_job_that_slurm_takes_a_node_from_goes_back_into_the_queue(submit, slu
     job.wait_for_line("training: bash", 240)
     slurm.command(["scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test"])
     try:
-        job.wait_for_line("SLURM has taken node2 out of the job: the run is ended", 60)
+        job.wait_for_line("SLURM has taken node2 out of the job: all is ended", 60)
         job.wait_for_line("the job goes back into the queue", 60)
         job.wait_for(lambda: job.state() == "PENDING", 60)
         told = slurm.command(["bash", "scripts/slurm/pending.sh", str(job.id)])
