@@ -288,6 +288,7 @@ What it reads from the environment (all optional):
                    corpus and stopped at the end. retriever.url=... does the same
   EXPERIMENT_NAME  name of the run and of its folder below verl_checkpoints/; default: after data, model, algorithm,
                    seed, file of settings, and the overrides that decide what the run learns
+  VENV_DIR         a folder for the environments that it makes; default: the repository
   VERL__A__B=1     sets the key a.b, more weakly than files and KEY=VALUE do
 
 Paths in these variables, in KEY=VALUE and in your files of settings are relative to the folder in which you call the
@@ -408,8 +409,8 @@ run_training() {
         "trainer.seed=$seed" "trainer.project_name=search-r1" "$(quoted trainer.experiment_name "$name")"
         "$(quoted trainer.default_local_dir "$run_dir")" "$(quoted "$model_key" "$model")"
     )
-    # A mistake is said, and --help answered, before anything is made.
-    "$PYTHON" -m verl.config "$configuration" "${overrides[@]}" "$@" || return
+    # A mistake is said, and --help answered, before anything is made. (With --servers a mistake is said later.)
+    $says_servers || "$PYTHON" -m verl.config "$configuration" "${overrides[@]}" "$@" || return
     case " $* " in *" --help "* | *" -h "* | *" --print "* | *" --origins "*) return ;; esac
 
     if ! $dry_run; then

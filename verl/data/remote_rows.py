@@ -18,16 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config import Config, Loaded, SFTConfig, replace_values
+from verl.config import Config, Loaded, SFTConfig, get_value, replace_values
 from verl.config.keys import as_list
 from verl.utils.announcing import announce
 from verl.utils.extras import install_command
 from verl.utils.text import printable
 
-_KEYS: dict[type[Any], tuple[str, ...]] = {
-    Config: ("data.train_files", "data.val_files", "data.extra_val_files"),
-    SFTConfig: ("data.train_files", "data.val_files"),
-}
+# keys of `data`; supervised training has two of them
+_FILES = ("train_files", "val_files", "extra_val_files")
 _LISTS = {"data.mixture": "path", "trainer.evals": "files"}  # lists of entries -> the files of an entry
 
 
@@ -44,19 +42,18 @@ def with_local_rows(loaded: Loaded) -> Loaded:
     Raises:
         ValueError: if a file can't be fetched, and no copy of it is here.
     """
-    config = loaded.config
-    if config.trainer.dry_run if isinstance(config, Config) else False:
+    config: Config | SFTConfig = loaded.config
+    if isinstance(config, Config) and config.trainer.dry_run:
         return loaded
     values: dict[str, Any] = {}
-    for key in _KEYS[type(config)]:
-        files = getattr(config.data, key.removeprefix("data."))
-        if any(map(is_remote, as_list(files))):
-            values[key] = local_files(files)
+    for name, files in config.data.items():
+        if name in _FILES and any(map(is_remote, as_list(files))):
+            values[f"data.{name}"] = local_files(files)
     if isinstance(config, Config):
         for key, field in _LISTS.items():
-            entries = config.data.mixture if key == "data.mixture" else config.trainer.evals
-            if any(_has_remote(entry, field) for entry in entries or []):
-                values[key] = [_with_local(entry, field) for entry in entries or []]
+            entries = get_value(config, key) or []
+            if any(_has_remote(entry, field) for entry in entries):
+                values[key] = [_with_local(entry, field) for entry in entries]
     return replace(loaded, config=replace_values(config, values)) if values else loaded
 
 

@@ -27,6 +27,7 @@ from verl.code_server.client import URL_VARIABLE
 from verl.code_server.walls import Limits, NoWalls, choose_walls
 from verl.config import Config
 from verl.config.mixture import sources_of
+from verl.data.row_programs import CODE_ENVIRONMENTS, CODE_VERIFIERS
 from verl.planning.hardware import memory_of_machine, read_text
 from verl.preflight.target import (
     Finding,
@@ -47,7 +48,7 @@ RAY_FILES = 4096  # the open files of a run on Ray
 STORE_SHARE = 0.3  # the share of the memory that Ray gives its object store
 STORE_BYTES = 10e9  # the most bytes that Ray gives its object store
 DRIVER = Path("/proc/driver/nvidia/version")
-RUN_PROGRAMS = frozenset(["lcb", "searchcode", "code", "code_stdio"])  # environments and verifiers
+RUN_PROGRAMS = CODE_ENVIRONMENTS | CODE_VERIFIERS
 SMI_SECONDS = 20.0  # what nvidia-smi may take; without persistence mode it loads the driver first
 BUSY_SHARE = 0.1  # the share of a GPU's memory that others may hold
 
