@@ -256,9 +256,15 @@ recipe_for() {    # tiny|model, sft|grpo|ppo -> the file of settings, in the rep
     esac
 }
 
-more_extras() {    # the overrides of a run -> ",megatron", ",vllm" if it needs them
-    [[ "$*" != *strategy=megatron* && "$*" != *ppo_megatron_trainer* ]] || echo -n ,megatron
-    [[ "$*" != *rollout.name=vllm* ]] || echo -n ,vllm
+more_extras() {    # files of settings and the overrides of a run -> ",megatron", ",vllm" if it needs them
+    local text="$*" word file
+    for word in "$@"; do
+        for file in "${word#@}" "$REPO_ROOT/${word#@}"; do
+            [[ "$file" != *.yaml || ! -f "$file" ]] || { text+=" $(<"$file")" && break; }
+        done
+    done
+    [[ ! "$text" =~ strategy(=|:\ )megatron|ppo_megatron_trainer ]] || echo -n ,megatron
+    [[ ! "$text" =~ rollout\.name=vllm|name:\ vllm ]] || echo -n ,vllm
 }
 
 usage() {    # sft|grpo|ppo
@@ -375,7 +381,7 @@ run_training() {
     [ -f "$config" ] || [ ! -f "$REPO_ROOT/$config" ] || config="$home$config"    # a recipe of the repository
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
-    setup_environment "$extras$(more_extras "$@")"
+    setup_environment "$extras$(more_extras "${config:-}" "$@")"
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
     local seed="${SEED:-0}" makes_world=false world=microworld start=''

@@ -182,6 +182,17 @@ def test_without_arguments_a_world_is_made_served_and_trained_on(repository):
     assert not psutil.pid_exists(pid)
 
 
+def test_packages_that_a_run_needs_are_read_from_its_files_and_overrides(repository):
+    def extras(*arguments: str) -> str:
+        command = f'source "{ROOT}/scripts/run_training.sh"; more_extras "$@"'
+        run = ["bash", "-euc", command, "more_extras", *arguments]
+        return subprocess.run(run, cwd=repository, capture_output=True, text=True, check=True).stdout
+
+    assert extras("--config", "configs/search_r1_grpo_72b.yaml", "max_turns=3") == ",megatron,vllm"
+    assert extras("@configs/search_r1_grpo_32b.yaml") == ",vllm"
+    assert extras("configs/search_r1_grpo.yaml", "actor_rollout_ref.actor.strategy=megatron") == ",megatron"
+
+
 def test_an_override_on_the_command_line_comes_last(repository):
     assert run(repository, "max_turns=7", "trainer.seed=9", script="train_ppo.sh")[0] == 0
     config = settings(repository)
