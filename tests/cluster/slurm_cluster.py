@@ -11,7 +11,8 @@
     this machine           munged, with a socket and a key of its own
 
 All daemons run in the foreground, as children of this process, and end with the `with` block. There is no
-accounting (slurmdbd), no cgroup and no GPU: files stand for the GPUs that SLURM counts.
+accounting (slurmdbd), no cgroup and no GPU: files stand for the GPUs that SLURM counts, and it sets no
+CUDA_VISIBLE_DEVICES for these.
 
 Needs root and the packages slurm-wlm and munge: `missing()` says what is not there.
 """

@@ -76,7 +76,7 @@ def jobs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, Slur
             **notes["smoke-gpu"],
         ),
         "corpus": submit("corpus", "train.sbatch", flags=[*no_gpus, "--nodes=1"], **no_corpus),
-        "slow": submit("slow", "train.sbatch", flags=[*no_gpus, "--nodes=1"], RETRIEVAL_TIMEOUT="0"),
+        "slow": submit("slow", "train.sbatch", flags=[*no_gpus, "--nodes=1"], RETRIEVAL_TIMEOUT="2"),
     }
 
 
@@ -115,7 +115,7 @@ def test_a_smoke_job_on_gpus_has_what_the_real_job_has_but_for_its_size(jobs, sl
 @pytest.mark.parametrize(
     ("name", "message", "in_log"),
     [
-        ("slow", "is not healthy after 0 s", ""),
+        ("slow", "is not healthy after 2 s", ""),
         ("corpus", "has ended.", "there is no file /no/c.jsonl"),
     ],
 )
@@ -335,7 +335,7 @@ def test_a_job_that_slurm_takes_a_node_from_goes_back_into_the_queue(submit, slu
 
 
 def test_a_node_without_its_daemon_ends_the_job_with_its_name(submit, slurm):
-    """Ray has all cores and GPUs of the other node, which the job has for itself."""
+    """Ray has all cores of the other node, which the job has for itself."""
     slurm.stop_slurmd("node2")
     flags = ["--nodelist=node1,node2", "--nodes=2", f"--gpus-per-node={GPUS_PER_NODE}"]
     try:
@@ -343,7 +343,6 @@ def test_a_node_without_its_daemon_ends_the_job_with_its_name(submit, slurm):
         job.wait_for(lambda: job.processes("verl.single_controller.ray.node"), 60)
         (ray,) = job.processes("verl.single_controller.ray.node")
         assert f"--num-cpus={CPUS_PER_NODE}" in ray.cmdline()
-        assert ray.environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
         job.wait_for_line("srun: Job step aborted", 120)
     finally:
         slurm.start_slurmd("node2")
