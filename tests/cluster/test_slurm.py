@@ -76,7 +76,7 @@ def jobs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, Slur
             **notes["smoke-gpu"],
         ),
         "corpus": submit("corpus", "train.sbatch", flags=[*no_gpus, "--nodes=1"], **no_corpus),
-        "slow": submit("slow", "train.sbatch", flags=[*no_gpus, "--nodes=1"], RETRIEVAL_TIMEOUT="2"),
+        "slow": submit("slow", "train.sbatch", flags=[*no_gpus, "--nodes=1"], RETRIEVAL_TIMEOUT="1"),
     }
 
 
@@ -115,7 +115,7 @@ def test_a_smoke_job_on_gpus_has_what_the_real_job_has_but_for_its_size(jobs, sl
 @pytest.mark.parametrize(
     ("name", "message", "in_log"),
     [
-        ("slow", "is not healthy after 2 s", ""),
+        ("slow", "is not healthy after 1 s", ""),
         ("corpus", "has ended.", "there is no file /no/c.jsonl"),
     ],
 )
