@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -57,6 +58,13 @@ def test_the_drawing_of_the_rooms_is_up_to_date():
     text = DESIGN.read_text(encoding="utf-8")
     drawing = mermaid(arrows_between_rooms(trees_of_rooms()))
     assert text == with_drawing(text, drawing), "python scripts/draw_rooms.py --write"
+
+
+def test_what_runs_and_users_leave_in_a_checkout_is_ignored_by_git():
+    names = [".env", "slurm-logs/7/training.log", "evals/model/test/page.html", "search-r1-smoke-7.log"]
+    command = ["git", "check-ignore", "--no-index", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == names or not (ROOT / ".git").exists()
 
 
 def test_circles_and_upward_imports_are_seen():

@@ -82,6 +82,7 @@ def test_workers_get_the_listed_variables_and_no_secret_in_a_runtime_environment
     for name in list(os.environ):
         monkeypatch.delenv(name)
     carried = {
+        "VERL_LOGGING_LEVEL": "debug",
         "HF_HOME": "/models",
         "NO_PROXY": "a,b",
         "no_proxy": "a,b",

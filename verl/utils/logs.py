@@ -3,8 +3,8 @@
     VERL_LOGGING_LEVEL=debug|info|warning|error    what is logged; default: each program's own
     VERL_LOG_DIR=FOLDER                            FOLDER/<program>-<host>-<process id>.log has all of it, too
 
-Every program calls `start_logging` first. The workers of a run on Ray print through its driver, so their
-lines are in the driver's file.
+Every program calls `start_logging` first. The workers of a run on Ray have its level, and print through its
+driver, so their lines are in the driver's file.
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ def start_logging(program: str) -> None:
         stream.write(f"{time.strftime('%F %T')} {shlex.join(sys.argv)}\n")
         sys.stdout = CopiedStream(sys.stdout, stream)
         sys.stderr = CopiedStream(sys.stderr, stream)
+    set_level()
+
+
+def set_level() -> None:
+    """Set the level of this process's log, if the user has chosen one. Workers of a run do this."""
+    level = level_or("")
     if level:
         logging.basicConfig(format=LINE_FORMAT, level=level.upper(), force=True)
 

@@ -43,6 +43,7 @@ from verl.single_controller.ray.environment import (
 )
 from verl.single_controller.ray.failures import resolve_refs
 from verl.single_controller.ray.session import wait_until_free
+from verl.utils.logs import set_level
 
 _SECONDS_TO_CLOSE = 5.0
 _SECONDS_TO_WAIT_SILENTLY = 5.0  # how long to wait for room in the cluster before a line says so
@@ -143,6 +144,7 @@ class RankProcess:
         os.environ.update(variables)
         if several_nodes:
             os.environ.update(collective_variables(ray.util.get_node_ip_address()))
+        set_level()
         self.worker = cls_with_init()
 
     def run(self, method: str, call: Call) -> Any:
