@@ -143,4 +143,5 @@ def hub_problem(
         return status
     if status < 400 or (status == 404 and may_lack):
         return None
-    return f"{endpoint} answers {status} for {name}"
+    hint = " (a wrong name, a token that may not read it, or a proxy)" if status in (401, 403, 404) else ""
+    return f"{endpoint} answers {status} for {name}{hint}"
