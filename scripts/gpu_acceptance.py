@@ -306,7 +306,9 @@ def faiss(setup: Setup) -> Iterator[Measurement]:
         except ValueError as problem:
             yield Measurement("faiss", math.nan, str(problem), "not run")
             return
-    count = (200_000 if setup.quick else 2_000_000) if on_gpus else 4_000
+    count = 200_000 if setup.quick else 2_000_000
+    if not on_gpus:
+        count = 4_000
     vectors = np.random.default_rng(0).standard_normal((count, 768), np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     planted = np.random.default_rng(1).integers(count, size=512)

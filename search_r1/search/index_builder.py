@@ -38,6 +38,7 @@ from search_r1.search.backend_plan import (
     check_packages,
 )
 from search_r1.search.corpus import Corpus
+from search_r1.search.dense.faiss_gpus import load_gpu_build
 from search_r1.search.indexing.corpus_check import CorpusReport, check_corpus
 from search_r1.search.indexing.job import IndexJob, run_job
 from search_r1.search.long_work import Progress, progress_lines
@@ -72,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--pooling_method", help="mean, cls, last, max; default: as the model asks for")
     faiss_help = "FAISS factory string: Flat (default), HNSW64, IVF4096,Flat, ...; exact: no FAISS, the index"
     add("--faiss_type", help=f"{faiss_help} of the server's own exact search, half as large with --use_fp16")
-    add("--faiss_gpu", action="store_true", help="let FAISS train on the GPUs")
+    add("--faiss_gpu", action="store_true", help="let FAISS train on the GPUs (extra faiss-gpu)")
     add("--save_embedding", action="store_true", help="keep <method>_exact beside a FAISS file")
     add("--embedding_path", help="vectors that are there already, as --save_embedding wrote them")
     return parser
@@ -106,7 +107,9 @@ def _check_method(arguments: argparse.Namespace) -> None:
     if model is None:
         example = "for example intfloat/e5-base-v2"
         raise ValueError(f"--model_path is missing: the encoder for {method!r}, {example}")
-    check_packages(EXACT if arguments.faiss_type == EXACT else "faiss")
+    check_packages(EXACT if arguments.faiss_type == EXACT else "faiss", arguments.faiss_gpu)
+    if arguments.faiss_gpu and arguments.faiss_type not in (None, "Flat", EXACT):
+        load_gpu_build()
     check_model_folder("--model_path", model)
     if arguments.embedding_path is not None:
         path = Path(arguments.embedding_path)

@@ -231,6 +231,10 @@ def test_gpus_with_failed_memory_are_named_with_the_node_to_leave_out(tmp_path, 
     assert exclude_line(others) == "leave these nodes out: sbatch --exclude=node2,node7 ..."
     (tmp_path / "rows").write_text("00:4E, No, Yes\n")
     assert [finding.level for finding in find("gpu-ecc", target)] == ["error", "error"]
+    lost = "Unable to determine the device handle for GPU 0000:4E:00.0: Unknown Error"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{lost}'\nexit 15\n")
+    (finding,) = find("gpu-ecc", target)
+    assert finding.what == f"nvidia-smi says: {lost}" and finding.exclude == "node7"
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(machine_checks, "SMI_SECONDS", 0.1)
     (finding,) = find("gpu-ecc", target)

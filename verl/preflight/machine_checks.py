@@ -50,6 +50,7 @@ STORE_BYTES = 10e9  # the most bytes that Ray gives its object store
 DRIVER = Path("/proc/driver/nvidia/version")
 RUN_PROGRAMS = CODE_ENVIRONMENTS | CODE_VERIFIERS
 SMI_SECONDS = 20.0  # what nvidia-smi may take; without persistence mode it loads the driver first
+LOST_GPU = ("GPU is lost", "Unknown Error")  # what nvidia-smi says of a GPU that has left the bus
 BUSY_SHARE = 0.1  # the share of a GPU's memory that others may hold
 
 
@@ -396,10 +397,11 @@ def find_memory_errors(target: Target) -> Iterator[Finding]:
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     try:
         failed, waiting = memory_errors()
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, RuntimeError) as problem:
+        silence = f"nvidia-smi does not answer within {SMI_SECONDS:g} s"
         finding = error(
-            f"nvidia-smi does not answer within {SMI_SECONDS:g} s",
-            "a GPU or its driver hangs, and so would the run",
+            f"nvidia-smi says: {problem}" if isinstance(problem, RuntimeError) else silence,
+            "a GPU is lost or its driver hangs, and so would the run",
             f"sbatch --exclude={node} ..., and tell the administrators",
         )
         yield replace(finding, exclude=node)
@@ -428,6 +430,7 @@ def memory_errors() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
     Raises:
         subprocess.TimeoutExpired: If it does not answer.
+        RuntimeError: If it says that a GPU is lost.
     """
     failed: dict[str, list[str]] = {}
     waiting: dict[str, list[str]] = {}
@@ -451,9 +454,15 @@ def memory_errors() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def _ask_nvidia_smi(query: str, num_fields: int) -> list[list[str]]:
-    """Return the rows of a query. They are none if this nvidia-smi does not know it."""
+    """Return the rows of a query. They are none if this nvidia-smi does not know it, or finds no driver.
+
+    Raises RuntimeError if it says that a GPU is lost.
+    """
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    for line in (done.stdout + done.stderr).splitlines():
+        if done.returncode and any(words in line for words in LOST_GPU):
+            raise RuntimeError(line.strip().rstrip("."))
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return [row for row in rows if len(row) == num_fields] if done.returncode == 0 else []
 

@@ -142,8 +142,10 @@ class _HeaderReader:
                 self._skip_vector(16)
         if kind in (SCALAR_QUANTIZER, IVF_SCALAR_QUANTIZER):
             (number,) = self._numbers("i")
-            names_and_bits = (*SCALAR_TYPES, *[(str(number), 32)] * (number + 1))
-            sizes["scalar_type"], sizes["value_bits"] = names_and_bits[number]
+            is_known = 0 <= number < len(SCALAR_TYPES)
+            name, bits = SCALAR_TYPES[number] if is_known else (f"type {number}", 32)
+            sizes["scalar_type"] = name
+            sizes["value_bits"] = bits
         if kind == IVF_PRODUCT_QUANTIZER:
             _, _, _, num_codes, code_bits = self._numbers("?QQQQ")
             sizes["num_codes"] = num_codes

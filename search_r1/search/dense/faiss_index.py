@@ -213,7 +213,7 @@ def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, p
             if ivf.nlist > num_rows:
                 counts = f"{ivf.nlist} lists for {num_rows:,} passages"
                 raise ValueError(f"--faiss_type: {counts}, expected 39 or more for each")
-            if gpu and hasattr(faiss, "StandardGpuResources"):
+            if gpu:
                 on_gpus = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(ivf.d))
                 ivf.clustering_index = on_gpus  # FAISS only keeps a pointer, so the name must live on
         index.train(vectors[:: max(1, num_rows // num_training_rows)].astype(np.float32))
