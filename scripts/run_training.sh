@@ -456,7 +456,7 @@ run_training() {
 
     # In the background, so that a signal to this script is handled at once and not after the run.
     echo "starting ${program[0]} ..."
-    "${WITH_PRELOAD[@]}" "$PYTHON" -m "${program[@]}" "${overrides[@]}" "$@" &
+    ${WITH_PRELOAD[@]+"${WITH_PRELOAD[@]}"} "$PYTHON" -m "${program[@]}" "${overrides[@]}" "$@" &
     TRAINER_PID=$!
     local status interrupted=true
     # It ends its step, writes a checkpoint and stops; or has ended already. Before its first step, a Ctrl-C (which is
