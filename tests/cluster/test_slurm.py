@@ -7,6 +7,7 @@ and SLURM runs them side by side.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -62,6 +63,8 @@ def jobs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, Slur
     }
     model = "actor_rollout_ref.model.path=/models/7b"
     no_gpus = ["--gpus-per-node=0", SHARED]
+    one_node = [*no_gpus, "--nodes=1"]
+    serves = {"RETRIEVAL_NODES": "1"}
     no_corpus = {"RETRIEVAL_ARGS": "--corpus_path /no/c.jsonl"}
     return {
         "too few": submit("too-few", "train.sbatch", flags=no_gpus, RETRIEVAL_NODES="4"),
@@ -75,8 +78,8 @@ def jobs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, Slur
             SMOKE="gpu",
             **notes["smoke-gpu"],
         ),
-        "corpus": submit("corpus", "train.sbatch", flags=[*no_gpus, "--nodes=1"], **no_corpus),
-        "slow": submit("slow", "train.sbatch", flags=[*no_gpus, "--nodes=1"], RETRIEVAL_TIMEOUT="1"),
+        "corpus": submit("corpus", "train.sbatch", flags=one_node, **serves, **no_corpus),
+        "slow": submit("slow", "train.sbatch", flags=one_node, **serves, RETRIEVAL_TIMEOUT="1"),
     }
 
 
@@ -208,7 +211,8 @@ def stopped(submit: Callable[..., SlurmJob], smoke: SlurmJob, slurm: SlurmCluste
 @pytest.fixture(scope="module")
 def serving(submit: Callable[..., SlurmJob]) -> SlurmJob:
     """Submit a job that only serves."""
-    return submit("serving", "train.sbatch", flags=["--nodes=1", "--gpus-per-node=0", SHARED])
+    flags = ["--nodes=1", "--gpus-per-node=0", SHARED]
+    return submit("serving", "train.sbatch", flags=flags, RETRIEVAL_NODES="1")
 
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
@@ -340,9 +344,10 @@ def test_a_node_without_its_daemon_ends_the_job_with_its_name(submit, slurm):
     flags = ["--nodelist=node1,node2", "--nodes=2", f"--gpus-per-node={GPUS_PER_NODE}"]
     try:
         job = submit("broken", "train.sbatch", flags=flags, **ELSEWHERE)
-        job.wait_for(lambda: job.processes("verl.single_controller.ray.node"), 60)
-        (ray,) = job.processes("verl.single_controller.ray.node")
-        assert f"--num-cpus={CPUS_PER_NODE}" in ray.cmdline()
+        job.wait_for(lambda: job.processes("verl.single_controller.ray.agent_ports"), 60)
+        (ray,) = job.processes("verl.single_controller.ray.agent_ports")
+        num_cores = min(CPUS_PER_NODE, len(os.sched_getaffinity(0)))
+        assert f"--num-cpus={num_cores}" in ray.cmdline()
         job.wait_for_line("srun: Job step aborted", 120)
     finally:
         slurm.start_slurmd("node2")
