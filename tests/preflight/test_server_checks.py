@@ -14,6 +14,7 @@ from preflight_cases import ScriptedProbe, find, target_of
 from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.index_builder import main as build_index
+from search_r1.search.manifest import Manifest, write_manifest
 from search_r1.search.probe import RetrievalProbe, ServerState
 from search_r1.search.serving.service import RetrievalService
 
@@ -199,6 +200,14 @@ def test_an_index_is_counted_as_it_is_copied_to_each_gpu(tmp_path, monkeypatch):
     free[1] = 10 * 10**9
     (finding,) = find("index", target)
     assert finding.level == "error" and "GPU 1 has 10.0 GB of 25.0 GB free (CUDA_VISIBLE_DEV" in finding.what
+    exact = tmp_path / "e5_exact"
+    exact.mkdir()
+    (exact / "embeddings.f16").write_bytes(bytes(2 * 20 * 8))
+    corpus = Corpus.open(write_corpus(tmp_path / "corpus.jsonl")).fingerprint()
+    write_manifest(exact, Manifest("exact", corpus, {"dtype": "float16", "dimension": 8}, {}))
+    free[1] = 10**9  # less than what an encoder and CUDA take
+    (finding,) = find("index", target_of(probe=RetrievalProbe(), index_path=str(exact)))
+    assert "20 x 8 in float16: 2.1 GB on each of 2 GPUs" in finding.what and "GPU 1 has 1.0" in finding.what
     path.write_bytes(b"IHNf" + sizes)  # HNSW is searched on the CPU
     assert find("index", target) == []
     monkeypatch.setattr("verl.preflight.run_checks.memory_of_machine", lambda: 40)
