@@ -271,7 +271,7 @@ usage() {    # sft|grpo|ppo
     local rows="train.parquet and test.parquet (or validation.parquet)" tiny=data_prep/base_model
     [ "$1" != sft ] || rows="sft_train.parquet, perhaps sft_val.parquet" tiny=data_prep/base_model_plain
     cat <<TEXT
-usage: bash train_$1.sh [--config FILE] [--doctor [--login]] [--servers] [--rl] [KEY=VALUE ...]
+usage: bash train_$1.sh [--config FILE] [--doctor] [--servers] [--rl] [KEY=VALUE ...]
        bash train_$1.sh --help [KEY]
 
   KEY=VALUE        any key of the configuration, such as trainer.total_training_steps=10
