@@ -36,6 +36,7 @@ def test_the_code_server_says_that_others_can_run_programs(monkeypatch, capsys, 
 def test_the_reranker_says_that_others_can_use_it(monkeypatch, capsys, flags, is_open):
     monkeypatch.setattr("search_r1.search.backend_plan.check_packages", lambda *_: None)
     monkeypatch.setattr("search_r1.search.backend_plan.check_model_folder", lambda *_: None)
+    monkeypatch.setattr("verl.utils.hub.use_cache_if_hub_is_away", lambda *_: None)
     monkeypatch.setattr("search_r1.search.rerank.CrossEncoder", lambda *_: None)
     monkeypatch.setattr("uvicorn.run", serve)
     with pytest.raises(Served):

@@ -81,7 +81,7 @@ def collect(trainer):
         step = trainer.state.step + 1
         num_groups = trainer.collector.begin()
         while num_groups > 0:
-            trajectories = trainer._trajectories(num_groups, step, is_last=False)
+            trajectories = trainer._trajectories(num_groups, step)
             score(trajectories, trainer.reward_fn, trainer.config)
             trainer.collector.add(trajectories)
             num_groups = trainer.collector.num_missing()
