@@ -179,6 +179,75 @@ GRPO = [
 
 
 @pytest.fixture(scope="module")
+def programs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, SlurmJob]:
+    """Submit jobs of one node that ask other servers than a run which searches, or none."""
+    tests = {"verifiers": [{"name": "code", "label": json.dumps(["assert f() == 7"])}]}
+    code_row = {"prompt": "f", "env_class": "single_turn", "reward_model": {"ground_truth": tests}}
+    sum_row = {"prompt": "1+1=", "env_class": "gsm8k", "reward_model": {"ground_truth": "2"}}
+    rows = {
+        "code": {"train": code_row, "validation": code_row},
+        "sums": {"train": sum_row, "test": sum_row},
+        "sft": {"sft_train": {"prompt": "Who?", "response": "<answer> I </answer>"}},
+    }
+    for name, files in rows.items():
+        (slurm.folder / f"{name}-rows").mkdir()
+        for stem, row in files.items():
+            line = json.dumps({"data_source": name, **row}) + "\n"
+            (slurm.folder / f"{name}-rows" / f"{stem}.jsonl").write_text(line * 16)
+    small = [*SMALL.format(rows=8, answers=2).split(), "trainer.total_training_steps=1"]
+    evaluate = f"-m verl.evaluation --benchmarks {slurm.folder}/world/test.parquet -n 2"
+
+    def submit_one(name: str, *arguments: str, **variables: str | None) -> SlurmJob:
+        flags = ["--nodes=1", "--gpus-per-node=0", SHARED]
+        return submit(name, "train.sbatch", *arguments, flags=flags, DOCTOR="0", **variables)
+
+    return {
+        "sft": submit_one(
+            "sft",
+            "trainer.device=cpu",
+            "trainer.total_training_steps=1",
+            "data.train_batch_size=8",
+            f"trainer.default_local_dir={slurm.folder}/sft/run",
+            TRAIN_COMMAND="bash train_sft.sh",
+            DATA_DIR=f"{slurm.folder}/sft-rows",
+        ),
+        "code": submit_one(
+            "code",
+            *small,
+            f"trainer.default_local_dir={slurm.folder}/code/run",
+            DATA_DIR=f"{slurm.folder}/code-rows",
+        ),
+        "sums": submit_one(
+            "sums",
+            *small,
+            f"trainer.default_local_dir={slurm.folder}/sums/run",
+            DATA_DIR=f"{slurm.folder}/sums-rows",
+        ),
+        "evaluation": submit_one(
+            "evaluation",
+            f"--out={slurm.folder}/evaluation/results",
+            "max_turns=2",
+            TRAIN_COMMAND=f"python {evaluate} --model data_prep/base_model",
+            DATA_DIR=None,
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "servers"),
+    [("sft", set()), ("code", {"code"}), ("sums", set()), ("evaluation", {"retrieval"})],
+)
+def test_a_job_has_the_servers_that_its_rows_and_program_ask_and_no_others(programs, name, servers):
+    job = programs[name]
+    assert job.wait_for_end(400) == "COMPLETED", job.describe()
+    assert "training has ended well" in job.output()
+    started = {path.name.partition("-node")[0] for path in job.logs.glob("*-node?.log")}
+    assert started == servers
+    for server in servers:
+        assert f"{server} server ready: http://node" in job.output()
+
+
+@pytest.fixture(scope="module")
 def smoke(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> SlurmJob:
     """Submit the smoke job where nothing but SLURM is known: a file says where the environment is."""
     setup = f"""

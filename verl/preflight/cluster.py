@@ -24,7 +24,7 @@ from verl.preflight.machine_checks import MACHINE_CHECKS
 from verl.preflight.target import Cluster, Finding, RayNode, Target, error, ray_folder, warning
 from verl.utils.device import loaded_nccl
 
-TASK_SECONDS = 90.0
+TASK_SECONDS = 180.0
 _JOIN = "bash scripts/ray_node.sh"
 CURRENT_CLUSTER = "ray_current_cluster"  # `ray start` writes the head node's address there
 
