@@ -185,7 +185,7 @@ def write_rows(options: argparse.Namespace) -> dict[str, int]:
         files.get_field(row["extra_info"], "gold_ids", list, f"{data}, {row.get('id')}, extra_info")
     codec = None
     if options.tokenizer is not None:
-        use_cache_if_hub_is_away({"--tokenizer": options.tokenizer})
+        use_cache_if_hub_is_away({"--tokenizer": str(options.tokenizer)})
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
         codec = Codec(tokenizer, AgentConfig(1, 1, 2, 1, options.max_obs_length))
     passages = Passages(data / "corpus.jsonl", options.topk, codec)

@@ -95,7 +95,7 @@ def test_long_observations_are_cut_as_in_rollouts_and_no_answer_is_beyond_the_cu
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = {}
     for length in (500, 34):
-        make(folder, tmp_path, tokenizer=str(model), max_obs_length=length)
+        make(folder, tmp_path, tokenizer=model, max_obs_length=length)
         rows[length] = read(tmp_path, "sft_train")
     assert 0 < len(rows[34]) < len(rows[500])
     for row in rows[34]:
