@@ -28,7 +28,7 @@ if [ -n "${JOB_SETUP:-}" ]; then
     [ -f "$JOB_SETUP" ] || { echo "error: JOB_SETUP=$JOB_SETUP is no file." >&2 && exit 2; }
     set +u -a    # as the job reads it
     # shellcheck disable=SC1090    # the user's
-    [ "$JOB_SETUP" -ef "$out" ] && unset JOB_SETUP || source "$JOB_SETUP"
+    if [ "$JOB_SETUP" -ef "$out" ]; then unset JOB_SETUP; else source "$JOB_SETUP"; fi
     set -u +a
 fi
 # A login node has no GPU, and the job has: it needs vLLM's build for GPUs.
