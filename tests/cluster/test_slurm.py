@@ -187,7 +187,9 @@ def programs(submit: Callable[..., SlurmJob], slurm: SlurmCluster) -> dict[str, 
     rows = {
         "code": {"train": code_row, "validation": code_row},
         "sums": {"train": sum_row, "test": sum_row},
-        "sft": {"sft_train": {"prompt": "Who?", "response": "<answer> I </answer>"}},
+        "sft": {
+            "sft_train": {"segments": [{"text": "Who?", "trained": False}, {"text": "I", "trained": True}]}
+        },
     }
     for name, files in rows.items():
         (slurm.folder / f"{name}-rows").mkdir()
