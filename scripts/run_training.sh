@@ -445,7 +445,7 @@ run_training() {
     # The rows are there now: do they search, and do the settings say where?
     if $needs_server || $says_servers; then
         local servers
-        servers="$("$PYTHON" -m verl.preflight.servers python -m verl.trainer.main_ppo "${overrides[@]}" "$@")" || return
+        servers="$("$PYTHON" -m verl.preflight.servers "$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@")" || return
         if $says_servers; then
             answer_servers "$servers" >&3
             return
