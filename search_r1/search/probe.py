@@ -118,7 +118,8 @@ class RetrievalProbe:
             make = f"source scripts/setup.sh && setup_environment retrieval,dense {Path(python).parents[1]}"
             return f"RETRIEVAL_ENV has no Python that runs ({error.strerror}); make it: {make}"
         if result.returncode != 0:
-            return result.stderr.strip().splitlines()[-1].removeprefix("error: ")
+            lines = result.stderr.strip().splitlines() or [f"{python} ended with status {result.returncode}"]
+            return lines[-1].removeprefix("error: ")
         arguments = build_server_parser().parse_args(flags)
         for plan in plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model):
             try:

@@ -77,7 +77,7 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
     Returns:
         The exit status of the server that ended first, or 0 after SIGTERM or SIGINT.
     """
-    running: set[int] = set()
+    running: dict[int, subprocess.Popen[bytes]] = {}  # kept, as a lost one is waited for behind our back
     is_stopping = False
 
     def stop(*_: int | FrameType | None) -> None:
@@ -94,16 +94,17 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
             if is_stopping:
                 break
             process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
-            running.add(process.pid)
+            running[process.pid] = process
         if is_stopping:  # the signal may have come before the last process was noted
             stop()
         while running:
             pid, state = os.waitpid(-1, 0)
             if pid not in running:
                 continue
-            running.remove(pid)
+            process = running.pop(pid)
+            process.returncode = os.waitstatus_to_exitcode(state)
             if not is_stopping:
-                status = os.waitstatus_to_exitcode(state)
+                status = process.returncode
                 print(f"a server has ended with status {status}; the others end, too", file=sys.stderr)
                 stop()
     finally:
