@@ -15,7 +15,7 @@ def log(monkeypatch):
     """The streams and the log of this process are as before in the end."""
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    monkeypatch.setattr(sys, "argv", ["prog", "a b"])
+    monkeypatch.setattr(sys, "argv", ["prog", "a b", "--api_key", "k", "--serp_api_key=k"])
     root = logging.getLogger()
     before = (root.level, root.handlers[:])
     root.handlers = []
@@ -32,7 +32,7 @@ def test_all_that_a_program_prints_and_logs_is_in_a_file_of_its_own_too(log, tmp
     logging.getLogger("verl.some").debug("not asked for")
     [file] = (tmp_path / "new" / "logs").glob("some_program-*.log")
     header, printed, informed = file.read_text().splitlines()
-    assert header.endswith("prog 'a b'") and printed == "printed"
+    assert header.endswith("prog 'a b' --api_key ... --serp_api_key=...") and printed == "printed"
     assert informed.endswith("INFO verl.some: informed")
     shown = capsys.readouterr()
     assert shown.out == "printed\n" and shown.err.endswith("informed\n")

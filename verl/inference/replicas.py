@@ -77,7 +77,8 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
     Returns:
         The exit status of the server that ended first, or 0 after SIGTERM or SIGINT.
     """
-    running: dict[int, subprocess.Popen[bytes]] = {}  # kept, as a lost one is waited for behind our back
+    # The objects are kept: subprocess itself waits for the processes of those that are not.
+    running: dict[int, subprocess.Popen[bytes]] = {}
     is_stopping = False
 
     def stop(*_: int | FrameType | None) -> None:

@@ -39,6 +39,7 @@ from verl.preflight.target import (
     warning,
 )
 from verl.utils.hub import is_offline, leave_hub_alone, local_folder, look_at_hub
+from verl.utils.logs import without_keys
 from verl.utils.text import format_bytes
 from verl.utils.tracking import wandb_key, wandb_problem
 from verl.workers.engine.loading import load_hf_config
@@ -475,7 +476,7 @@ def find_wrong_retrieval_flags(target: Target) -> Iterator[Finding]:
         return
     problem = target.probe.problem_of_flags(target.retrieval_args, target.retrieval_python)
     if problem is not None:
-        shown = shlex.join(target.retrieval_args)
+        shown = shlex.join(without_keys(target.retrieval_args))
         yield error(f"RETRIEVAL_ARGS={shown!r}: {problem}", "the job's retrieval servers would not start")
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -24,6 +26,7 @@ LEVEL_VARIABLE = "VERL_LOGGING_LEVEL"
 FOLDER_VARIABLE = "VERL_LOG_DIR"
 LEVELS = ("debug", "info", "warning", "error")
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_KEY_FLAG = re.compile(r"--(\w*key|api\w{0,3}|serp_a\w*)")  # argparse takes the beginning of a flag, too
 
 
 class CopiedStream:
@@ -72,10 +75,27 @@ def start_logging(program: str) -> None:
             end_program(
                 f"Found {FOLDER_VARIABLE}={folder}, where {file} can't be written ({error.strerror})."
             )
-        stream.write(f"{time.strftime('%F %T')} {shlex.join(sys.argv)}\n")
+        stream.write(f"{time.strftime('%F %T')} {shlex.join(without_keys(sys.argv))}\n")
         sys.stdout = CopiedStream(sys.stdout, stream)
         sys.stderr = CopiedStream(sys.stderr, stream)
     set_level()
+
+
+def without_keys(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with "..." in the place of keys (--api_key KEY), for a log."""
+    shown = []
+    is_key = False
+    for word in words:
+        flag, _, value = word.partition("=")
+        is_key_flag = _KEY_FLAG.fullmatch(flag) is not None
+        if is_key:
+            shown.append("...")
+        elif is_key_flag and value:
+            shown.append(f"{flag}=...")
+        else:
+            shown.append(word)
+        is_key = is_key_flag and not value and not is_key
+    return shown
 
 
 def set_level() -> None:
