@@ -40,15 +40,20 @@ if [ "$(basename "${DATA_DIR:-}")" = nq_search ] && ! rows_file train >/dev/null
 fi
 
 case "${train[*]}" in
-    *train_*.sh*) "${train[@]}" --prepare="$out" ${arguments[@]+"${arguments[@]}"} ;;
+    *train_*.sh* | *search-r1\ train* | *search-r1\ ppo* | *search-r1\ sft*)
+        "${train[@]}" --prepare="$out" ${arguments[@]+"${arguments[@]}"} ;;
     *)
         setup_environment "train,retrieval$(more_extras "${train[@]}" ${arguments[@]+"${arguments[@]}"})"
-        program=(data_prep.job --out "$out") given=(${arguments[@]+"${arguments[@]}"})
+        program=(data_prep.job --out "$out") given=()
         case "${train[*]}" in
-            *verl.trainer.main_ppo*) ;;
-            *verl.trainer.fsdp_sft_trainer*) program+=(--config-name sft_trainer) ;;
+            *verl.trainer.* | *verl.rl* | *search-r1\ rl*)    # settings may stand in TRAIN_COMMAND, too
+                [[ "${train[*]}" != *fsdp_sft_trainer* ]] || program+=(--config-name sft_trainer)
+                for number in "${!train[@]}"; do
+                    [[ ! "${train[number]}" =~ ^(verl\.trainer\..*|verl\.rl|rl)$ ]] || given=("${train[@]:number + 1}")
+                done
+                given+=(${arguments[@]+"${arguments[@]}"}) ;;
             *)    # evaluation, synthesis, a program of the user: models are known by the flags that name them
-                given=() words=("${train[@]:1}" ${arguments[@]+"${arguments[@]}"})
+                words=("${train[@]:1}" ${arguments[@]+"${arguments[@]}"})
                 for number in "${!words[@]}"; do
                     case "${words[number]}" in
                         --model | --tokenizer | --encoder) program+=("--model=${words[number]}=${words[number + 1]-}") ;;
