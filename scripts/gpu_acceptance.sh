@@ -9,6 +9,9 @@ source "$(dirname "$0")/setup.sh"
 answer_help "$@"
 cd "$REPO_ROOT"
 extras=train,retrieval
-is_users_environment || ! nvidia-smi >/dev/null 2>&1 || extras+=,vllm,faiss-gpu    # one of yours: as it is
+if ! is_users_environment && nvidia-smi >/dev/null 2>&1; then    # one of yours: as it is
+    extras+=,vllm
+    [ "$(uname -m)" != x86_64 ] || extras+=,faiss-gpu    # it is built for no other
+fi
 setup_environment "$extras"
 exec "$PYTHON" scripts/gpu_acceptance.py "$@"

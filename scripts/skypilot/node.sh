@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One node of scripts/skypilot/train.yaml, on which SkyPilot runs this. It has never been run in a cloud.
 #
-# The last node serves retrieval, all others train, and the first of them has the driver. The others end when the driver has
-# ended, as SkyPilot's job goes on until all nodes are done: they ask at a port that the first node has open meanwhile.
+# The last node serves retrieval, all others train, and the first of them has the driver. The others end when the driver
+# has ended, as SkyPilot's job goes on until all nodes are done: they ask at a port that the first node has open meanwhile.
 #
 # What it reads from the environment: what train.yaml has below `envs`, and SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS and
 # SKYPILOT_NUM_GPUS_PER_NODE, which SkyPilot sets.
