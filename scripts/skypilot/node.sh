@@ -12,6 +12,7 @@ source scripts/setup.sh
 answer_help "$@"
 
 RETRIEVAL_PORT="${RETRIEVAL_PORT:-8000}" RAY_PORT="${RAY_PORT:-6379}" RUNNING_PORT="${RUNNING_PORT:-6391}"
+RETRIEVAL_TIMEOUT="${RETRIEVAL_TIMEOUT:-3600}"    # seconds until the server must be ready
 SILENT_SECONDS="${SILENT_SECONDS:-20}"    # without an answer for so long, the driver has ended
 CHILDREN=()
 
@@ -78,7 +79,13 @@ if [ "$num_training" -gt 1 ]; then
     start bash scripts/ray_node.sh head --address "$HEAD" --port "$RAY_PORT"
     export RAY_ADDRESS="$HEAD:$RAY_PORT"
 fi
-until curl -fs "http://$SERVER:$RETRIEVAL_PORT/health" | grep -q '"ready"'; do sleep 1; done
+until curl -fs --max-time 5 "http://$SERVER:$RETRIEVAL_PORT/health" | grep -q '"ready"'; do
+    if [ "$SECONDS" -ge "$RETRIEVAL_TIMEOUT" ]; then
+        echo "error: the retrieval server at $SERVER:$RETRIEVAL_PORT is not ready after $RETRIEVAL_TIMEOUT s" >&2
+        exit 1
+    fi
+    sleep 1
+done
 devices=("trainer.n_gpus_per_node=${SKYPILOT_NUM_GPUS_PER_NODE:-0}")
 [ "${SKYPILOT_NUM_GPUS_PER_NODE:-0}" -gt 0 ] || devices=(trainer.n_gpus_per_node=1 trainer.device=cpu)
 start "${TRAIN[@]}" "trainer.nnodes=$num_training" "${devices[@]}" \

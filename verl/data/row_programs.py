@@ -62,6 +62,8 @@ def _is_named_in_lines(path: Path) -> bool:
             if not any(f'"{name}'.encode() in line.replace(b"\\", b"").lower() for name in CODE_VERIFIERS):
                 continue
             row = json.loads(line)
+            if not isinstance(row, dict):
+                continue
             with suppress(ValueError):  # a row that is wrong is reported elsewhere
                 assigned = assigned_verifiers(row.get("reward_model") or row.get("reward_spec"), row)
                 if any(entry.name in CODE_VERIFIERS for entry in assigned):
