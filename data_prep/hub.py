@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.extras import install_command
-from verl.utils.hub import hub_problem, is_offline, leave_hub_alone, use_cache_if_hub_is_away
+from verl.utils.hub import hub_problem, is_offline, leave_hub_alone, local_folder, trouble_with_cached
 from verl.utils.text import format_bytes, printable
 
 
@@ -97,11 +97,17 @@ def fetch_model(name: str, setting: str = "--model") -> Path:
     Raises:
         ValueError: As `fetch_file` does, or if the name is no model's, or if the disk has no room for it.
     """
-    use_cache_if_hub_is_away({setting: name})
-    folder = _fetch_snapshot(name, MODEL_FILES)
+    trouble = trouble_with_cached({setting: name})
+    if trouble is not None:  # of this model alone: the hub may give the next one
+        print(
+            printable(f"note: {trouble.problem}; the cache is used for {name}"), file=sys.stderr, flush=True
+        )
+        folder = local_folder(name)
+    else:
+        folder = _fetch_snapshot(name, MODEL_FILES)
     if folder is None or not (folder / "config.json").is_file():
         raise ValueError(f"{setting}: {name} is no model's name on the hub: it has no config.json")
-    if not any(folder.glob("*.safetensors")):
+    if trouble is None and not any(folder.glob("*.safetensors")):
         _fetch_snapshot(name, OTHER_WEIGHTS)
     return folder
 

@@ -345,7 +345,7 @@ def test_the_smoke_job_trains_on_two_nodes_and_searches_on_a_third(smoke, stoppe
     assert sum(row.get("env/number_of_valid_search", 0) for row in rows) > 0
     assert (smoke.folder / "run" / "global_step_2").is_dir()
     parts = {"doctor.log", "training.log", "ray-node1.log", "ray-node2.log", "retrieval-node3.log"}
-    assert {path.name for path in smoke.logs.glob("*.log")} == parts | {"ray-waiting.log"}
+    assert {path.name for path in smoke.logs.glob("*.log")} == parts | {"ray-waiting.log", "servers.log"}
     assert set((slurm.folder / "set-up").read_text().split()) == set(COMPUTE_NODES)
     assert "training on: node1; retrieval on: node2" in stopped.output(), "two jobs share nodes"
 

@@ -101,6 +101,16 @@ def test_models_come_with_the_weights_that_they_have(hub_here, tmp_path, capsys)
     ]
 
 
+def test_a_model_that_the_hub_does_not_give_any_more_is_taken_from_the_cache_and_the_next_one_is_fetched(
+    hub_here, tmp_path, capsys
+):
+    job.fetch_models({"--encoder": "org/old"})
+    (tmp_path / "few" / "config.json").unlink()
+    job.fetch_models({"--encoder": "org/old", "--model": "org/new"})
+    assert list(hub_here.glob("models--org--new/snapshots/*/model.safetensors"))
+    assert "answers 404 for org/old" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(hub_here, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)

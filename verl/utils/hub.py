@@ -78,8 +78,8 @@ def look_at_hub(models: Mapping[str, str]) -> HubTrouble | None:
     return HubTrouble(problem, missing)
 
 
-def use_cache_if_hub_is_away(models: Mapping[str, str]) -> None:
-    """Let this process load models without the hub, with one line on stderr, if the hub does not give them.
+def trouble_with_cached(models: Mapping[str, str]) -> HubTrouble | None:
+    """Return the trouble with the hub, or None. All models are in the cache if there is trouble.
 
     Args:
         models: The models by the settings that name them, such as {"--retriever_model": "intfloat/e5-base"}.
@@ -88,12 +88,20 @@ def use_cache_if_hub_is_away(models: Mapping[str, str]) -> None:
         ValueError: If a model is neither in the cache nor to be had from the hub.
     """
     trouble = look_at_hub(models)
-    if trouble is None:
-        return
-    if trouble.missing:
+    if trouble is not None and trouble.missing:
         listed = ", ".join(f"{setting}={name}" for setting, name in trouble.missing.items())
         raise ValueError(f"{listed} is not in the hub's cache, and {trouble.problem}; {trouble.remedy}")
-    if not is_offline():
+    return trouble
+
+
+def use_cache_if_hub_is_away(models: Mapping[str, str]) -> None:
+    """Let this process load models without the hub, with one line on stderr, if the hub does not give them.
+
+    The models are all that the process loads by name: from then on it asks the hub for none. Arguments and
+    exceptions are those of `trouble_with_cached`.
+    """
+    trouble = trouble_with_cached(models)
+    if trouble is not None and not is_offline():
         print(printable(f"note: {trouble.problem}; the cache is used"), file=sys.stderr, flush=True)
         leave_hub_alone()
 
