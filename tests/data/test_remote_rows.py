@@ -71,3 +71,13 @@ def test_a_missing_file_and_a_missing_package_are_named(elsewhere):
         fetch_rows("memory://rows/none.jsonl")
     with pytest.raises(ValueError, match="Found no rows at .*no file fits"):
         fetch_rows("memory://rows/none*.jsonl")
+
+
+def test_no_signature_and_no_password_of_an_address_is_shown(elsewhere, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("403 for https://me:secret@host/rows.jsonl?X-Amz-Signature=secret")
+
+    monkeypatch.setattr(type(elsewhere), "ukey", fail)
+    with pytest.raises(ValueError, match=r"https://host/rows.jsonl\)") as raised:
+        fetch_rows("memory://me:secret@rows/train.jsonl?X-Amz-Signature=secret")
+    assert "secret" not in str(raised.value)

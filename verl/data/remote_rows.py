@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -83,6 +84,7 @@ def fetch_rows(url: str) -> list[Path]:
     options: dict[str, Any] = {}
     if url.startswith("s3://"):  # a place that is silent shall not hold up the start
         options["config_kwargs"] = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2}}
+    place = _without_secrets(url)
     folder = _cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16]
     try:
         import fsspec
@@ -93,21 +95,31 @@ def fetch_rows(url: str) -> list[Path]:
             raise FileNotFoundError(f"no file fits {name}")
         return [_fetch(file_system, name, folder) for name in names]
     except ImportError as error:
-        raise ValueError(f"Found rows at {url}: {error}; install it: {install_command('remote')}") from error
+        raise ValueError(
+            f"Found rows at {place}: {error}; install it: {install_command('remote')}"
+        ) from error
     except FileNotFoundError as error:
-        raise ValueError(f"Found no rows at {url} ({error}); expected a .parquet or .jsonl file.") from error
+        reason = _without_secrets(str(error))
+        raise ValueError(
+            f"Found no rows at {place} ({reason}); expected a .parquet or .jsonl file."
+        ) from error
     except Exception as error:  # of any of fsspec's file systems
         copies = sorted(folder.glob("*/*"), key=lambda path: path.stat().st_mtime)
-        reason = " ".join(printable(error).split())
+        reason = _without_secrets(" ".join(printable(error).split()))
         if "*" in url or not copies:
             raise ValueError(
-                f"Found rows at {url}, which can't be fetched ({reason}); expected a file that can be read. "
-                "Look at credentials and network, or give a file of this machine."
+                f"Found rows at {place}, which can't be fetched ({reason}); expected a file that can be "
+                "read. Look at credentials and network, or give a file of this machine."
             ) from error
         print(
-            f"note: {url} does not answer ({reason}); its last copy is taken: {copies[-1]}", file=sys.stderr
+            f"note: {place} does not answer ({reason}); its last copy is taken: {copies[-1]}", file=sys.stderr
         )
         return [copies[-1]]
+
+
+def _without_secrets(text: str) -> str:
+    """Return a text in which no address has a query, which may be a signature, or a user with a password."""
+    return re.sub(r"://[^/\s@]*@", "://", re.sub(r"\?[^\s)]*", "", text))
 
 
 def _cache_folder() -> Path:
@@ -118,12 +130,12 @@ def _cache_folder() -> Path:
 def _fetch(file_system: Any, name: str, folder: Path) -> Path:
     """Return the local copy of a file, which is made if there is none of this version of it."""
     version = hashlib.sha256(str(file_system.ukey(name)).encode()).hexdigest()[:16]
-    path = folder / version / Path(name).name
+    path = folder / version / Path(name.partition("?")[0]).name
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         incomplete = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
         try:
-            with announce(f"fetching {name}", sys.stderr):
+            with announce(f"fetching {_without_secrets(name)}", sys.stderr):
                 file_system.get_file(name, str(incomplete))
             incomplete.replace(path)
         finally:
