@@ -329,8 +329,8 @@ def faiss(setup: Setup) -> Iterator[Measurement]:
         seconds = time.perf_counter() - start
         words = f"queries/s over {count:,} x 768"
         yield Measurement(f"FAISS {faiss_type}, 512 at once", 512 / seconds, words)
-        found = [row[0] == number for row, number in zip(rows, planted, strict=True)]
-        yield setup.measurement("planted vectors found", float(np.mean(found)), faiss_type)
+        is_first = [row[0] == number for row, number in zip(rows, planted, strict=True)]
+        yield setup.measurement("planted vectors found", float(np.mean(is_first)), faiss_type)
         index.close()
         path.unlink()
 

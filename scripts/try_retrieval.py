@@ -82,8 +82,8 @@ def read_questions(file: Path, count: int) -> list[KnownQuestion]:
             f"Found no row in {file} with a question and extra_info.gold_ids or golden_answers; expected "
             "rows such as `search-r1 squad` makes."
         )
-    places = np.linspace(0, len(questions) - 1, min(count, len(questions))).astype(int)
-    return [questions[place] for place in places]
+    indices = np.linspace(0, len(questions) - 1, min(count, len(questions))).astype(int)
+    return [questions[index] for index in indices]
 
 
 @dataclass(frozen=True)

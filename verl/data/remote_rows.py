@@ -84,7 +84,7 @@ def fetch_rows(url: str) -> list[Path]:
     options: dict[str, Any] = {}
     if url.startswith("s3://"):  # a place that is silent shall not hold up the start
         options["config_kwargs"] = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2}}
-    place = _without_secrets(url)
+    shown_url = _without_secrets(url)
     folder = _cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16]
     try:
         import fsspec
@@ -96,23 +96,24 @@ def fetch_rows(url: str) -> list[Path]:
         return [_fetch(file_system, name, folder) for name in names]
     except ImportError as error:
         raise ValueError(
-            f"Found rows at {place}: {error}; install it: {install_command('remote')}"
+            f"Found rows at {shown_url}: {error}; install it: {install_command('remote')}"
         ) from error
     except FileNotFoundError as error:
         reason = _without_secrets(str(error))
         raise ValueError(
-            f"Found no rows at {place} ({reason}); expected a .parquet or .jsonl file."
+            f"Found no rows at {shown_url} ({reason}); expected a .parquet or .jsonl file."
         ) from error
     except Exception as error:  # of any of fsspec's file systems
         copies = sorted(folder.glob("*/*"), key=lambda path: path.stat().st_mtime)
         reason = _without_secrets(" ".join(printable(error).split()))
         if "*" in url or not copies:
             raise ValueError(
-                f"Found rows at {place}, which can't be fetched ({reason}); expected a file that can be "
+                f"Found rows at {shown_url}, which can't be fetched ({reason}); expected a file that can be "
                 "read. Look at credentials and network, or give a file of this machine."
             ) from error
         print(
-            f"note: {place} does not answer ({reason}); its last copy is taken: {copies[-1]}", file=sys.stderr
+            f"note: {shown_url} does not answer ({reason}); its last copy is taken: {copies[-1]}",
+            file=sys.stderr,
         )
         return [copies[-1]]
 

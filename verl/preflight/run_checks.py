@@ -226,9 +226,9 @@ def find_uncached_models(target: Target) -> Iterator[Finding]:
     if not is_offline() or (trouble := look_at_hub(target.models_of_job)) is None:
         return
     for key, path in trouble.missing.items():
-        what = f"{trouble.problem}, and {key}={path} is not in the cache"
+        problem = f"{trouble.problem}, and {key}={path} is not in the cache"
         do = f"on a machine with network: hf download {path} (same HF_HOME), or unset the variable"
-        yield error(what, "it can't be loaded, and nothing may be fetched", do)
+        yield error(problem, "it can't be loaded, and nothing may be fetched", do)
 
 
 def find_unreachable_hub(target: Target) -> Iterator[Finding]:

@@ -133,10 +133,11 @@ def check_copy_fits(path: Path, header: FaissHeader, gpus: Sequence[GpuMemory]) 
     """
     if problem := problem_of(header, len(gpus)):
         raise _wrong_kind(path, header, problem)
-    part = bytes_on_each(header, len(gpus))
-    needs = [part + scratch_bytes(gpu.total) + GPU_RESERVE_BYTES for gpu in gpus]
+    copy_bytes = bytes_on_each(header, len(gpus))
+    needs = [copy_bytes + scratch_bytes(gpu.total) + GPU_RESERVE_BYTES for gpu in gpus]
     plural = "s" * (len(gpus) > 1)
-    size = f"{format_bytes(part)} on each of {len(gpus)} GPU{plural}, {format_bytes(max(needs))} with scratch"
+    per_gpu = f"{format_bytes(copy_bytes)} on each of {len(gpus)} GPU{plural}"
+    size = f"{per_gpu}, {format_bytes(max(needs))} with scratch"
     if short := gpus_short_of(needs, gpus):
         raise ValueError(
             f"--faiss_gpu: found {path} ({header}), of which FAISS copies {size}; expected that much free on "
