@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,23 @@ _ROWS_AT_ONCE = 4096
 
 
 def runs_programs(config: Config) -> bool:
-    """Return whether a run asks a code server: by environments, or by verifiers that its rows name.
+    """Return whether a run asks a code server: by environments, or by verifiers that its rows name."""
+    if ask_code_server(environments_of(config), config):
+        return True
+    if any(source.verifier in CODE_VERIFIERS for source in sources_of(config, with_data=False)):
+        return True
+    return any(names_code_verifier(path) for path, _ in row_files(config))
+
+
+def ask_code_server(environments: Set[str], config: Config) -> bool:
+    """Return whether one of these environments asks a code server.
 
     An environment whose settings have a `code_api_url` of their own is not counted.
     """
     served = {
         name for name, values in config.environment.env_config.items() if "code_api_url" in (values or {})
     }
-    if (environments_of(config) & CODE_ENVIRONMENTS) - served:
-        return True
-    if any(source.verifier in CODE_VERIFIERS for source in sources_of(config, with_data=False)):
-        return True
-    return any(names_code_verifier(path) for path, _ in row_files(config))
+    return bool((environments & CODE_ENVIRONMENTS) - served)
 
 
 def names_code_verifier(path: Path) -> bool:

@@ -535,7 +535,7 @@ def print_servers(options: argparse.Namespace, corpus: Path | None = None) -> in
     Returns:
         The exit status.
     """
-    from verl.data.row_programs import CODE_ENVIRONMENTS, names_code_verifier
+    from verl.data.row_programs import ask_code_server, names_code_verifier
     from verl.preflight.servers import CODE, RETRIEVAL, retrieval_line
 
     model = Path(options.model).expanduser()
@@ -552,7 +552,7 @@ def print_servers(options: argparse.Namespace, corpus: Path | None = None) -> in
     has_code_url = config.verifiers.code.api_url or os.environ.get("CODE_API_URL")
     if not has_code_url:
         names_code = any(names_code_verifier(path) for path in options.benchmarks)
-        if names_code or not environments.isdisjoint(CODE_ENVIRONMENTS):
+        if names_code or ask_code_server(environments, config):
             print(CODE)
     return 0
 
